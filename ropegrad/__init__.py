@@ -1,0 +1,27 @@
+"""Exact, verified gradients of rotary position embedding and of the QKV projections before it."""
+
+from ropegrad.api import Explanation, explain, qkv_rope, qkv_rope_backward, rope, rope_backward
+from ropegrad.errors import SpecError
+from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, RopeGrads, RopeOut
+from ropegrad.positions import rope_tables
+from ropegrad.spec import QkvSpec, RopeSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Explanation",
+    "QkvBiasGrads",
+    "QkvGrads",
+    "QkvOut",
+    "QkvSpec",
+    "RopeGrads",
+    "RopeOut",
+    "RopeSpec",
+    "SpecError",
+    "explain",
+    "qkv_rope",
+    "qkv_rope_backward",
+    "rope",
+    "rope_backward",
+    "rope_tables",
+]

@@ -1,0 +1,364 @@
+"""From a call to its spec: arrays are judged against each other and against the options, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from ropegrad.arrays import Array, Facts, facts
+from ropegrad.errors import SpecError
+from ropegrad.spec import (
+    LAYOUTS,
+    PRECISIONS,
+    QKV_BIASES,
+    QKV_NEEDS,
+    QKV_WEIGHTS,
+    ROPE_NEEDS,
+    QkvSpec,
+    RopeSpec,
+    judge_table_batch,
+    judge_word,
+    judge_words,
+)
+
+_Facts = tuple[tuple[str, Facts], ...]
+_Needs = tuple[str, ...] | None
+
+
+def rope_spec(
+    arrays: dict[str, Array],
+    *,
+    needs: Iterable[str] | None = None,
+    table: str = "full",
+    layout: str = "bhsd",
+    pairing: str = "half",
+    adjoint: str = "exact",
+    accumulate: bool = False,
+) -> RopeSpec:
+    """The RopeSpec of a call, from its arrays by name (absent ones left out).
+
+    Raises SpecError, with what was passed and what would be right.
+    """
+    judge_words(layout, pairing, table, adjoint)
+    return _rope_spec(_gather(arrays), _names(needs), table, layout, pairing, adjoint, bool(accumulate))
+
+
+@lru_cache(maxsize=256)  # a spec follows from these facts and words alone
+def _rope_spec(
+    facts_by_name: _Facts,
+    needs: _Needs,
+    table: str,
+    layout: str,
+    pairing: str,
+    adjoint: str,
+    accumulate: bool,
+) -> RopeSpec:
+    found = _alike(facts_by_name)
+    sides = {side: _present(found, f"grad_{side}_embed", side) for side in ("q", "k")}
+    wanted = _rope_needs(needs, found, sides)
+    axes = _head_axes(found, ("grad_q_embed", "q"), ("grad_k_embed", "k"), layout)
+    return _rope_spec_of(found, axes, table, layout, pairing, adjoint, wanted, accumulate)
+
+
+def qkv_spec(
+    arrays: dict[str, Array],
+    *,
+    needs: Iterable[str] | None = None,
+    table: str = "full",
+    layout: str = "bhsd",
+    pairing: str = "half",
+    precision: str = "highest",
+    accumulate: bool = False,
+) -> QkvSpec:
+    """The QkvSpec of a call, from its arrays by name (absent ones left out).
+
+    Raises SpecError, with what was passed and what would be right.
+    """
+    judge_words(layout, pairing, table, "exact")
+    judge_word("precision", precision, PRECISIONS)
+    return _qkv_spec(_gather(arrays), _names(needs), table, layout, pairing, precision, bool(accumulate))
+
+
+@lru_cache(maxsize=256)
+def _qkv_spec(
+    facts_by_name: _Facts,
+    needs: _Needs,
+    table: str,
+    layout: str,
+    pairing: str,
+    precision: str,
+    accumulate: bool,
+) -> QkvSpec:
+    found = _alike(facts_by_name)
+    wanted = _qkv_needs(needs, found)
+    axes = _head_axes(found, ("grad_query",), ("grad_key", "grad_value"), layout)
+    rope = _rope_spec_of(found, axes, table, layout, pairing, "exact", (), accumulate)
+    hidden = _hidden_size(found, rope)
+    return QkvSpec(rope=rope, hidden_size=hidden, precision=precision, needs=wanted)
+
+
+def rope_forward_spec(arrays: dict[str, Array], *, table: str, layout: str, pairing: str) -> RopeSpec:
+    """The RopeSpec of the forward `rope(q, k, cos, sin)`; its needs name what is rotated."""
+    judge_words(layout, pairing, table, "exact")
+    found = _alike(_gather(arrays))
+    for name in ("cos", "sin"):
+        if name not in found:
+            raise SpecError(f"{name} is None: the forward reads both tables")
+    axes = _head_axes(found, ("q",), ("k",), layout)
+    wanted = tuple(side for side in ("q", "k") if side in found)
+    return _rope_spec_of(found, axes, table, layout, pairing, "exact", wanted, False)
+
+
+def qkv_forward_spec(
+    arrays: dict[str, Array], *, head_dim: int, table: str, layout: str, pairing: str, precision: str
+) -> QkvSpec:
+    """The QkvSpec of the forward `qkv_rope(hidden_states, ...)`."""
+    judge_words(layout, pairing, table, "exact")
+    found = _alike(_gather(arrays))
+    for name in ("hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin"):
+        if name not in found:
+            raise SpecError(f"{name} is None: the forward reads it")
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise SpecError(f"head_dim must be a positive whole number, got {head_dim!r}")
+    _judge_rank("hidden_states", found["hidden_states"], 3, _hidden_axes(layout))
+    heads, kv_heads = (_whole_heads(found, name, head_dim) for name in ("q_weight", "k_weight"))
+    rows = found["hidden_states"].shape[:2]
+    batch, seq = rows[::-1] if layout == "sbhd" else rows
+    rope = _rope_spec_of(
+        found, (batch, heads, kv_heads, seq, head_dim), table, layout, pairing, "exact", (), False
+    )
+    return QkvSpec(rope=rope, hidden_size=_hidden_size(found, rope), precision=precision)
+
+
+def _judge_rank(name: str, fact: Facts, rank: int, axes: str) -> None:
+    if len(fact.shape) != rank:
+        raise SpecError(f"{name} has shape {fact.shape}: it must have {rank} axes {axes}")
+
+
+def _gather(arrays: dict[str, Array]) -> _Facts:
+    return tuple((name, facts(name, array)) for name, array in arrays.items())
+
+
+def _names(needs: Iterable[str] | None) -> _Needs:
+    """The names as a tuple of strings; SpecError for anything else."""
+    if isinstance(needs, str):
+        raise SpecError(f"needs={needs!r} is a string: pass a tuple such as ({needs!r},)")
+    if needs is None:
+        return None
+    try:
+        names = tuple(needs)
+    except TypeError:
+        raise SpecError(f"needs={needs!r} is no tuple of names") from None
+    for name in names:
+        if not isinstance(name, str):
+            raise SpecError(f"needs has {name!r}: it must hold names of inputs")
+    return names
+
+
+def _alike(facts_by_name: _Facts) -> dict[str, Facts]:
+    """The facts by name; SpecError unless all arrays are of one namespace on one device."""
+    found = dict(facts_by_name)
+    if not found:
+        raise SpecError("every array is None: pass at least those that the wanted gradients read")
+    first, reference = next(iter(found.items()))
+    for name, fact in found.items():
+        if fact.namespace != reference.namespace:
+            raise SpecError(
+                f"{name} is an array of {fact.namespace}, {first} one of {reference.namespace}: "
+                "convert one of them"
+            )
+        if fact.device != reference.device:
+            raise SpecError(f"{name} is on {fact.device}, {first} on {reference.device}: move one of them")
+    return found
+
+
+def _present(found: dict[str, Facts], *names: str) -> bool:
+    return any(name in found for name in names)
+
+
+def _judge_needs(given: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
+    for name in given:
+        if name not in allowed:
+            raise SpecError(f"needs has {name!r}: it must name some of {', '.join(allowed)}")
+    if not given:
+        raise SpecError(f"needs is empty: name some of {', '.join(allowed)}")
+    return tuple(name for name in allowed if name in given)
+
+
+def _require(found: dict[str, Facts], wanted: str, *names: str) -> None:
+    for name in names:
+        if name not in found:
+            raise SpecError(
+                f"{name} is None, but the gradient of {wanted} reads it: pass it or leave it out of needs"
+            )
+
+
+def _rope_needs(needs: _Needs, found: dict[str, Facts], sides: dict[str, bool]) -> tuple[str, ...]:
+    default = tuple(name for name in ROPE_NEEDS if sides.get(name, True))
+    wanted = default if needs is None else _judge_needs(needs, ROPE_NEEDS)
+    for side in ("q", "k"):
+        if side in wanted:
+            _require(found, side, f"grad_{side}_embed", "cos", "sin")
+    for name in ("cos", "sin"):
+        if name in wanted:
+            if not any(sides.values()):
+                raise SpecError(f"q and k are both absent, but the gradient of {name} sums over them")
+            present = [side for side in ("q", "k") if sides[side]]
+            _require(found, name, *(n for side in present for n in (f"grad_{side}_embed", side)))
+            _require(found, name, name)
+    return wanted
+
+
+_QKV_READS = {
+    "hidden_states": (
+        "grad_query", "grad_key", "grad_value", "q_weight", "k_weight", "v_weight", "cos", "sin",
+    ),
+    "q_weight": ("grad_query", "hidden_states", "cos", "sin"),
+    "k_weight": ("grad_key", "hidden_states", "cos", "sin"),
+    "v_weight": ("grad_value", "hidden_states"),
+    "q_bias": ("grad_query", "cos", "sin"),
+    "k_bias": ("grad_key", "cos", "sin"),
+    "v_bias": ("grad_value",),
+}  # fmt: skip
+
+
+def _qkv_needs(needs: _Needs, found: dict[str, Facts]) -> tuple[str, ...]:
+    wanted = QKV_WEIGHTS if needs is None else _judge_needs(needs, QKV_NEEDS)
+    for name in wanted:
+        _require(found, name, *_QKV_READS[name])
+    return wanted
+
+
+def _same(found: dict[str, Facts], names: Iterable[str], what: str) -> Facts | None:
+    """The facts that the present ones of `names` share; SpecError where shape or dtype differ."""
+    present = [name for name in names if name in found]
+    if not present:
+        return None
+    first = present[0]
+    for name in present[1:]:
+        for field in ("shape", "dtype"):
+            mine, others = getattr(found[name], field), getattr(found[first], field)
+            if mine != others:
+                raise SpecError(f"{name} has {field} {mine}, {first} has {others}: {what}")
+    return found[first]
+
+
+def _head_axes(
+    found: dict[str, Facts], q_names: tuple[str, ...], k_names: tuple[str, ...], layout: str
+) -> tuple[int, int | None, int | None, int, int]:
+    """(B, H, Hkv, S, D) of the arrays with heads."""
+    for name in (*q_names, *k_names):
+        if name in found:
+            _judge_rank(name, found[name], 4, f"{LAYOUTS[layout]} (layout={layout!r})")
+    q = _same(found, q_names, "they must be alike")
+    k = _same(found, k_names, "they must be alike")
+    if q is None and k is None:
+        raise SpecError(f"{' and '.join((*q_names, *k_names))} are all None: pass those of q or of k")
+    if q is not None and k is not None and q.dtype != k.dtype:
+        raise SpecError(f"{k_names[0]} has dtype {k.dtype}, {q_names[0]} has {q.dtype}: they must be alike")
+    q_axes, k_axes = (None if fact is None else _bhsd(fact.shape, layout) for fact in (q, k))
+    batch, _, seq, dim = q_axes or k_axes or (0, 0, 0, 0)
+    if q_axes and k_axes and (k_axes[0], k_axes[2], k_axes[3]) != (batch, seq, dim):
+        raise SpecError(
+            f"k's axes [B, Hkv, S, D] are {list(k_axes)}, q's [B, H, S, D] {list(q_axes)}: "
+            "only the number of heads may differ"
+        )
+    return batch, None if q_axes is None else q_axes[1], None if k_axes is None else k_axes[1], seq, dim
+
+
+def _bhsd(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    a, b, c, d = shape
+    return {"bhsd": (a, b, c, d), "bshd": (a, c, b, d), "sbhd": (b, c, a, d)}[layout]
+
+
+def _rope_spec_of(
+    found: dict[str, Facts],
+    axes: tuple[int, int | None, int | None, int, int],
+    table: str,
+    layout: str,
+    pairing: str,
+    adjoint: str,
+    needs: tuple[str, ...],
+    accumulate: bool,
+) -> RopeSpec:
+    batch, heads, kv_heads, seq, head_dim = axes
+    fact = _same(found, ("cos", "sin"), "cos and sin must be alike")
+    table_batch, rotary, table_dtype = None, 0, _head_dtype(found)
+    if fact is not None:
+        table_batch, columns = _table_axes(fact, batch, seq)
+        rotary, table_dtype = columns * (2 if table == "half" else 1), fact.dtype
+    reference = next(iter(found.values()))
+    return RopeSpec(
+        batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim, rotary_dim=rotary,
+        table_batch=table_batch, layout=layout, pairing=pairing, table=table, adjoint=adjoint,
+        dtype=_head_dtype(found), table_dtype=table_dtype, needs=needs, accumulate=bool(accumulate),
+        namespace=reference.namespace, device=reference.device,
+    )  # fmt: skip
+
+
+def _head_dtype(found: dict[str, Facts]) -> str:
+    return next(fact.dtype for name, fact in found.items() if name not in ("cos", "sin"))
+
+
+def _table_axes(fact: Facts, batch: int, seq: int) -> tuple[int | None, int]:
+    if len(fact.shape) not in (2, 3):
+        raise SpecError(
+            f"cos and sin have shape {fact.shape}: they must be [S, columns] or [1 or B, S, columns]"
+        )
+    *lead, rows, columns = fact.shape
+    if rows != seq:
+        raise SpecError(f"cos and sin have {rows} rows, q and k {seq} tokens: pass exactly one row a token")
+    table_batch = lead[0] if lead else None
+    judge_table_batch(table_batch, batch)
+    return table_batch, columns
+
+
+def _hidden_axes(layout: str) -> str:
+    return "[S, B, C]" if layout == "sbhd" else "[B, S, C]"
+
+
+def _hidden_size(found: dict[str, Facts], rope: RopeSpec) -> int | None:
+    """C, with hidden_states, the weights and the biases judged against it and against the gradients."""
+    size: int | None = None
+    for name, fact in found.items():
+        if name not in ("cos", "sin") and fact.dtype != rope.dtype:
+            raise SpecError(f"{name} has dtype {fact.dtype}, the others {rope.dtype}: only tables may differ")
+    for name in ("hidden_states", "q_weight", "k_weight", "v_weight"):
+        if name not in found:
+            continue
+        fact = found[name]
+        hidden = name == "hidden_states"
+        _judge_rank(name, fact, 3 if hidden else 2, _hidden_axes(rope.layout) if hidden else "[rows, C]")
+        if size is not None and fact.shape[-1] != size:
+            raise SpecError(f"{name} has shape {fact.shape}: its last axis must be the hidden size {size}")
+        size = fact.shape[-1]
+        _judge_rows(name, fact.shape, rope)
+    for name in QKV_BIASES:
+        if name in found:
+            _judge_rank(name, found[name], 1, "[rows]")
+            _judge_rows(name, found[name].shape, rope)
+    return size
+
+
+def _judge_rows(name: str, shape: tuple[int, ...], rope: RopeSpec) -> None:
+    if name == "hidden_states":
+        rows = (rope.seq, rope.batch) if rope.layout == "sbhd" else (rope.batch, rope.seq)
+        if shape[:2] != rows:
+            raise SpecError(
+                f"{name} has shape {shape}: its tokens must be {_hidden_axes(rope.layout)}, {rows}"
+            )
+        return
+    heads = rope.heads if name[0] == "q" else rope.kv_heads
+    if heads is not None and shape[0] != heads * rope.head_dim:
+        raise SpecError(
+            f"{name} has {shape[0]} rows: it must have heads x head_dim = {heads} x {rope.head_dim} "
+            f"= {heads * rope.head_dim}"
+        )
+
+
+def _whole_heads(found: dict[str, Facts], name: str, head_dim: int) -> int:
+    _judge_rank(name, found[name], 2, "[heads * head_dim, C]")
+    rows = found[name].shape[0]
+    if rows % head_dim:
+        raise SpecError(f"{name} has {rows} rows: it must be a multiple of head_dim {head_dim}")
+    return rows // head_dim

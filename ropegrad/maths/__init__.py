@@ -1,0 +1,1 @@
+"""The formulas, forward beside adjoint, on the array API."""
