@@ -1,0 +1,283 @@
+"""The public functions: judge the call, choose a backend, hand back what the user asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ropegrad.arrays import Array
+from ropegrad.backends import BACKENDS, choose
+from ropegrad.calls import qkv_forward_spec, qkv_spec, rope_forward_spec, rope_spec
+from ropegrad.errors import SpecError
+from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, RopeGrads, RopeOut, judge_out
+from ropegrad.spec import QKV_BIASES, QkvSpec, RopeSpec
+
+
+def rope_backward(
+    grad_q_embed: Array | None,
+    grad_k_embed: Array | None,
+    q: Array | None,
+    k: Array | None,
+    cos: Array | None,
+    sin: Array | None,
+    *,
+    needs: Iterable[str] | None = None,
+    table: str = "full",
+    layout: str = "bhsd",
+    pairing: str = "half",
+    adjoint: str = "exact",
+    out: tuple[Array | None, ...] | None = None,
+    accumulate: bool = False,
+    backend: str | None = None,
+) -> RopeGrads:
+    """Gradients of rotary position embedding for q, k and the cos and sin tables (benchmark problem 068).
+
+    The forward is y_j = x_j·cos_j + σ_j·x_p(j)·sin_j for each head of q and k, where p(j) is channel j's
+    partner and σ_j is −1 for the first member of a pair, +1 for the second. This is its exact adjoint:
+
+        dx_j   = g_j·cos_j − σ_j·g_p(j)·sin_p(j)
+        dcos_j = Σ g_j·x_j        dsin_j = Σ σ_j·g_j·x_p(j)      over all heads of q and of k,
+                                                               and over what the table was broadcast over
+
+    Source: Su et al., "RoFormer" (2021), eq. 34, differentiated for one cosine and one sine a channel.
+
+    Parameters
+    ----------
+    grad_q_embed, grad_k_embed, q, k
+        [B, H, S, D] and [B, Hkv, S, D] (or as `layout` says), all of one dtype: float16, bfloat16, float32 or
+        float64. H is a multiple of Hkv. Both of q's or both of k's may be None: a call without that side.
+        An input that only gradients outside `needs` would read may be None.
+    cos, sin
+        [S, columns], [1, S, columns] or [B, S, columns], of one dtype, which may differ from q's. The rotary
+        width R ≤ D follows from the columns; channels R … D−1 pass through.
+    needs
+        Inputs whose gradient is wanted, of "q", "k", "cos", "sin"; default all. It never changes a value.
+    table
+        "full": a column a channel (R columns); "half": a column a pair (R/2 columns).
+    layout
+        "bhsd", "bshd" or "sbhd".
+    pairing
+        "half": channel j with j ± R/2 (Llama, GPT-NeoX); "interleaved": j with j xor 1 (GPT-J).
+    adjoint
+        "exact", or "paired": a channel's own sine instead of its partner's. Problem 068 is stated that way;
+        it is the gradient of the forward only where the two sines of each pair are equal.
+    out
+        (grad_q, grad_k, grad_cos, grad_sin) to write into, None where not needed. grad_q may be the very
+        array grad_q_embed or q (likewise k); any other overlap is refused.
+    accumulate
+        Add into `out` instead of overwriting it.
+    backend
+        Force one by name; default: the fastest that can run these arrays. See `ropegrad.explain`.
+
+    Returns
+    -------
+    RopeGrads(grad_q, grad_k, grad_cos, grad_sin)
+        Each in the shape and dtype of its input; None where not needed. Products and sums are in the widest
+        of float32 and the inputs' dtypes, and each result is rounded once. Inputs are never written.
+
+    Raises
+    ------
+    SpecError
+        (a ValueError) before any work, if the arrays or options do not fit; the message says what would.
+    """
+    inputs = _rope_inputs(grad_q_embed, grad_k_embed, q, k, cos, sin)
+    spec = rope_spec(
+        inputs, needs=needs, table=table, layout=layout, pairing=pairing, adjoint=adjoint,
+        accumulate=accumulate,
+    )  # fmt: skip
+    chosen = choose(spec, backend)
+    results = chosen.rope_backward(spec, inputs, judge_out(spec, RopeGrads._fields, out, inputs))
+    return RopeGrads(*map(results.get, RopeGrads._fields))
+
+
+def qkv_rope_backward(
+    grad_query: Array | None,
+    grad_key: Array | None,
+    grad_value: Array | None,
+    hidden_states: Array | None,
+    q_weight: Array | None,
+    k_weight: Array | None,
+    v_weight: Array | None,
+    cos: Array | None,
+    sin: Array | None,
+    *,
+    needs: Iterable[str] | None = None,
+    table: str = "full",
+    layout: str = "bhsd",
+    pairing: str = "half",
+    precision: str = "highest",
+    out: tuple[Array | None, ...] | None = None,
+    accumulate: bool = False,
+    backend: str | None = None,
+) -> QkvGrads | QkvBiasGrads:
+    """Gradients of the Q, K, V projections followed by RoPE on Q and K (benchmark problem 064).
+
+    With dQ, dK the exact adjoint of RoPE (see `rope_backward`) applied to grad_query and grad_key, dV =
+    grad_value, all as matrices [tokens, ·], and X the hidden states as [tokens, C]:
+
+        grad_hidden_states = dQ·Wq + dK·Wk + dV·Wv
+        grad_q_weight = dQᵀ·X      grad_k_weight = dKᵀ·X      grad_v_weight = dVᵀ·X
+        a bias's gradient = the sum of dQ, dK or dV over the tokens
+
+    Parameters
+    ----------
+    grad_query, grad_key, grad_value
+        [B, H, S, D], [B, Hkv, S, D], [B, Hkv, S, D] (or as `layout` says): gradients after RoPE.
+    hidden_states
+        [B, S, C]; [S, B, C] in layout "sbhd".
+    q_weight, k_weight, v_weight
+        [H·D, C], [Hkv·D, C], [Hkv·D, C]. Gradients, hidden states and weights share one dtype.
+    cos, sin
+        As for `rope_backward`; the gradients of the tables are not among this problem's.
+    needs
+        Of "hidden_states", "q_weight", "k_weight", "v_weight" (default: these four) and, only when named,
+        "q_bias", "k_bias", "v_bias".
+    precision
+        A promise about the products' accuracy: "highest" as IEEE float32, "high" as TF32, "medium" as
+        bfloat16. On CPUs every one is served by IEEE arithmetic.
+    table, layout, pairing, out, accumulate, backend
+        As for `rope_backward`; `out` follows the result's order.
+
+    Returns
+    -------
+    QkvGrads(grad_hidden_states, grad_q_weight, grad_k_weight, grad_v_weight)
+        or, where `needs` names a bias, QkvBiasGrads with grad_q_bias, grad_k_bias, grad_v_bias behind them.
+        Weight gradients may be views of one buffer.
+
+    Raises
+    ------
+    SpecError
+        (a ValueError) before any work, if the arrays or options do not fit.
+    """
+    inputs = _qkv_inputs(
+        grad_query, grad_key, grad_value, hidden_states, q_weight, k_weight, v_weight, cos, sin
+    )
+    spec = qkv_spec(
+        inputs, needs=needs, table=table, layout=layout, pairing=pairing, precision=precision,
+        accumulate=accumulate,
+    )  # fmt: skip
+    kind = QkvBiasGrads if set(QKV_BIASES) & set(spec.needs) else QkvGrads
+    chosen = choose(spec, backend)
+    results = chosen.qkv_rope_backward(spec, inputs, judge_out(spec, kind._fields, out, inputs))
+    return kind(*map(results.get, kind._fields))
+
+
+def rope(
+    q: Array | None,
+    k: Array | None,
+    cos: Array,
+    sin: Array,
+    *,
+    table: str = "full",
+    layout: str = "bhsd",
+    pairing: str = "half",
+    backend: str | None = None,
+) -> RopeOut:
+    """Rotary position embedding of q and k: y_j = x_j·cos_j + σ_j·x_p(j)·sin_j.
+
+    Shapes, dtypes and options as for `rope_backward`; q or k may be None. Returns RopeOut(q_embed, k_embed),
+    each in the shape and dtype of its input. Raises SpecError, before any work.
+    """
+    inputs = _by_name(("q", "k", "cos", "sin"), (q, k, cos, sin))
+    spec = rope_forward_spec(inputs, table=table, layout=layout, pairing=pairing)
+    results = choose(spec, backend).rope(spec, inputs)
+    return RopeOut(*map(results.get, RopeOut._fields))
+
+
+def qkv_rope(
+    hidden_states: Array,
+    q_weight: Array,
+    k_weight: Array,
+    v_weight: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    head_dim: int,
+    q_bias: Array | None = None,
+    k_bias: Array | None = None,
+    v_bias: Array | None = None,
+    table: str = "full",
+    layout: str = "bhsd",
+    pairing: str = "half",
+    precision: str = "highest",
+    backend: str | None = None,
+) -> QkvOut:
+    """Q, K, V projections of the hidden states, RoPE on Q and K.
+
+    Shapes, dtypes and options as for `qkv_rope_backward`; head_dim is D, the biases are [H·D], [Hkv·D] and
+    [Hkv·D]. Returns QkvOut(query, key, value) in `layout`. Raises SpecError, before any work.
+    """
+    names = ("hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin", "q_bias", "k_bias", "v_bias")
+    arrays = (hidden_states, q_weight, k_weight, v_weight, cos, sin, q_bias, k_bias, v_bias)
+    inputs = _by_name(names, arrays)
+    spec = qkv_forward_spec(
+        inputs, head_dim=head_dim, table=table, layout=layout, pairing=pairing, precision=precision
+    )
+    results = choose(spec, backend).qkv_rope(spec, inputs)
+    return QkvOut(*(results[name] for name in QkvOut._fields))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run, how, and why the others would not. `str()` is meant for reading."""
+
+    spec: RopeSpec | QkvSpec
+    backend: str
+    details: tuple[str, ...]
+    why_not: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend}", *(f"  {line}" for line in self.details)]
+        lines += [f"not {name}: {reason}" for name, reason in self.why_not.items()]
+        return "\n".join(lines)
+
+
+def explain(operation: str, *arrays: Array | None, backend: str | None = None, **options: Any) -> Explanation:
+    """Which backend and kernel a call would take, what it would copy, and why not the others.
+
+    `operation` is "rope_backward" or "qkv_rope_backward"; `arrays` and `options` are those of the call.
+    Computes nothing. Raises SpecError where the call would.
+    """
+    out = options.pop("out", None)
+    spec: RopeSpec | QkvSpec
+    fields: tuple[str, ...]
+    if operation == "rope_backward":
+        inputs = _rope_inputs(*arrays)
+        spec, fields = rope_spec(inputs, **options), RopeGrads._fields
+    elif operation == "qkv_rope_backward":
+        inputs = _qkv_inputs(*arrays)
+        spec = qkv_spec(inputs, **options)
+        fields = QkvBiasGrads._fields if set(QKV_BIASES) & set(spec.needs) else QkvGrads._fields
+    else:
+        raise SpecError(
+            f"operation {operation!r} is unknown: it must be 'rope_backward' or 'qkv_rope_backward'"
+        )
+    chosen = choose(spec, backend)
+    if out is not None:
+        judge_out(spec, fields, out, inputs)
+    why_not = {}
+    for other in BACKENDS:
+        if other.name != chosen.name:
+            reason = other.why_not(spec)
+            why_not[other.name] = reason or f"it can run this, but {chosen.name} is {_preferred(backend)}"
+    return Explanation(spec, chosen.name, tuple(chosen.explain(spec, inputs)), why_not)
+
+
+def _preferred(backend: str | None) -> str:
+    return "preferred" if backend is None else "asked for"
+
+
+def _rope_inputs(*arrays: Array | None) -> dict[str, Array]:
+    return _by_name(("grad_q_embed", "grad_k_embed", "q", "k", "cos", "sin"), arrays)
+
+
+def _qkv_inputs(*arrays: Array | None) -> dict[str, Array]:
+    names = ("grad_query", "grad_key", "grad_value", "hidden_states", "q_weight", "k_weight", "v_weight")
+    return _by_name((*names, "cos", "sin"), arrays)
+
+
+def _by_name(names: tuple[str, ...], arrays: tuple[Array | None, ...]) -> dict[str, Array]:
+    if len(arrays) != len(names):
+        raise SpecError(f"{len(arrays)} arrays given: the operation takes {len(names)}, {', '.join(names)}")
+    return {name: array for name, array in zip(names, arrays, strict=True) if array is not None}

@@ -1,0 +1,37 @@
+"""The backends in order of preference, and how one is chosen."""
+
+from __future__ import annotations
+
+from ropegrad.backends.base import Backend
+from ropegrad.backends.numpy_tiled import NumpyTiled
+from ropegrad.backends.portable import Portable
+from ropegrad.errors import SpecError
+from ropegrad.spec import QkvSpec, RopeSpec
+
+BACKENDS: tuple[Backend, ...] = (NumpyTiled(), Portable())
+
+
+def find(name: str) -> Backend:
+    """The backend called `name`; SpecError if there is none."""
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    names = ", ".join(repr(backend.name) for backend in BACKENDS)
+    raise SpecError(f"backend={name!r} is unknown: it must be one of {names}")
+
+
+def choose(spec: RopeSpec | QkvSpec, name: str | None) -> Backend:
+    """The backend called `name`, or the first that can run `spec`; SpecError with the reason if it cannot."""
+    if name is not None:
+        backend = find(name)
+        reason = backend.why_not(spec)
+        if reason is not None:
+            raise SpecError(f"backend={name!r} cannot run this: {reason}")
+        return backend
+    reasons = []
+    for backend in BACKENDS:
+        reason = backend.why_not(spec)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    raise SpecError("no backend can run this: " + "; ".join(reasons))

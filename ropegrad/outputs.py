@@ -1,0 +1,124 @@
+"""Judging `out=` before anything is written to it, and results by name and as tuples."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ropegrad.arrays import LAZY_OR_FROZEN, Array, facts, overlap, overlaps_itself, same_memory
+from ropegrad.errors import SpecError
+from ropegrad.spec import QkvSpec, RopeSpec
+
+# Outputs that may stand exactly on an input: each element is read before it is written.
+IN_PLACE = {"grad_q": ("grad_q_embed", "q"), "grad_k": ("grad_k_embed", "k")}
+
+
+def judge_out(
+    spec: RopeSpec | QkvSpec, fields: tuple[str, ...], out: Any, inputs: dict[str, Array]
+) -> dict[str, Array] | None:
+    """The wanted arrays of `out` by name; SpecError if any could not take its gradient safely.
+
+    `fields` are the result's names in order. Nothing is written.
+    """
+    if out is None:
+        if spec.accumulate:
+            raise SpecError("accumulate=True adds into out=: pass the arrays to add to")
+        return None
+    if not isinstance(out, tuple) or len(out) != len(fields):
+        kind = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise SpecError(f"out is {kind}: it must be a tuple ({', '.join(fields)}), None where not needed")
+    if spec.namespace in LAZY_OR_FROZEN:
+        raise SpecError(f"{LAZY_OR_FROZEN[spec.namespace]}: leave out= away and use what is returned")
+    wanted = {f"grad_{need}" for need in spec.needs}
+    given = {}
+    for name, array in zip(fields, out, strict=True):
+        if name not in wanted and array is not None:
+            raise SpecError(f"out has an array for {name}, which needs does not name: put None there")
+        if name in wanted:
+            _judge_one(spec, name, array)
+            given[name] = array
+    _judge_overlaps(given, inputs)
+    return given
+
+
+def _judge_one(spec: RopeSpec | QkvSpec, name: str, array: Array) -> None:
+    label = f"out's {name}"
+    if array is None:
+        raise SpecError(f"{label} is None, but needs asks for it: pass an array, or leave it out of needs")
+    fact = facts(label, array)
+    shape, dtype = spec.output(name.removeprefix("grad_"))
+    device = spec.device if isinstance(spec, RopeSpec) else spec.rope.device
+    for what, mine, right in (
+        ("namespace", fact.namespace, spec.namespace),
+        ("device", fact.device, device),
+        ("shape", fact.shape, shape),
+        ("dtype", fact.dtype, dtype),
+    ):
+        if mine != right:
+            raise SpecError(f"{label} has {what} {mine}: it must be {right}")
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise SpecError(f"{label} is read-only: pass an array that can be written")
+    if getattr(array, "requires_grad", False):
+        raise SpecError(f"{label} requires grad: pass a detached tensor")
+    if overlaps_itself(array):
+        raise SpecError(f"{label} has elements that share memory (a broadcast view?): pass a plain array")
+
+
+def _judge_overlaps(given: dict[str, Array], inputs: dict[str, Array]) -> None:
+    names = list(given)
+    for i, name in enumerate(names):
+        for other in names[i + 1 :]:
+            if overlap(given[name], given[other]):
+                raise SpecError(f"out's {name} and {other} overlap in memory: give each its own")
+        for source, array in inputs.items():
+            if not overlap(given[name], array):
+                continue
+            if source in IN_PLACE.get(name, ()) and same_memory(given[name], array):
+                continue
+            raise SpecError(f"out's {name} overlaps {source} in memory: give it its own")
+
+
+class RopeGrads(NamedTuple):
+    """Gradients of RoPE, each in the shape and dtype of its input; None where not needed."""
+
+    grad_q: Array | None
+    grad_k: Array | None
+    grad_cos: Array | None
+    grad_sin: Array | None
+
+
+class QkvGrads(NamedTuple):
+    """Gradients of the projections and RoPE, each in its input's shape and dtype; None where not needed."""
+
+    grad_hidden_states: Array | None
+    grad_q_weight: Array | None
+    grad_k_weight: Array | None
+    grad_v_weight: Array | None
+
+
+class QkvBiasGrads(NamedTuple):
+    """`QkvGrads` and the gradients of the biases, [rows] each: the result where `needs` names a bias."""
+
+    grad_hidden_states: Array | None
+    grad_q_weight: Array | None
+    grad_k_weight: Array | None
+    grad_v_weight: Array | None
+    grad_q_bias: Array | None
+    grad_k_bias: Array | None
+    grad_v_bias: Array | None
+
+
+class RopeOut(NamedTuple):
+    """q and k after RoPE; None where absent."""
+
+    q_embed: Array | None
+    k_embed: Array | None
+
+
+class QkvOut(NamedTuple):
+    """query and key after RoPE, and value."""
+
+    query: Array
+    key: Array
+    value: Array

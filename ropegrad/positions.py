@@ -1,0 +1,89 @@
+"""`rope_tables`: from positions to cos and sin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.numpy as numpy_namespace
+import numpy as np
+
+from ropegrad.arrays import DTYPES, Array, dtype_in, namespace
+from ropegrad.errors import SpecError
+from ropegrad.maths import tables
+from ropegrad.spec import PAIRINGS, TABLES
+
+
+def rope_tables(
+    positions: Array,
+    rotary_dim: int,
+    *,
+    base: float = 10_000.0,
+    table: str = "full",
+    pairing: str = "half",
+    dtype: str = "float32",
+) -> tuple[Array, Array]:
+    """cos and sin of θ = position · base^(−2i/R), i = 0 … R/2−1 (Su et al., "RoFormer", 2021, §3.2.2).
+
+    Parameters
+    ----------
+    positions
+        [S] or [B, S], whole or real numbers of any value, negative ones too; an array of any namespace.
+    rotary_dim
+        R, even: the channels that are rotated.
+    base
+        10,000 in RoFormer and Llama 2; 500,000 in Llama 3.
+    table
+        "full": columns for both members of each pair, [..., R]; "half": one a pair, [..., R/2].
+    pairing
+        "half" or "interleaved": where a full table's two columns of a pair stand.
+    dtype
+        Of the result: "float16", "bfloat16", "float32" or "float64". Angles, cosines and sines are computed
+        in float64 and rounded once, so that far positions stay apart.
+
+    Returns
+    -------
+    (cos, sin)
+        In the namespace and on the device of `positions`.
+
+    Raises
+    ------
+    SpecError
+        If rotary_dim is odd, the base not positive, a word unknown, or positions no array of numbers.
+    """
+    _judge(positions, rotary_dim, base, table, pairing, dtype)
+    xp: Any = namespace(positions)
+    device = getattr(positions, "device", None)
+    target: Any = xp
+    host = positions
+    if xp.__name__ == "jax.numpy":  # float64 may be switched off there: compute on the host
+        host, target = np.asarray(positions), numpy_namespace
+    theta = tables.angles(target, target.astype(host, target.float64), rotary_dim, float(base))
+    made = tables.cos_sin(target, theta, pairing=pairing, table=table)
+    cos, sin = (target.astype(array, dtype_in(target, dtype)) for array in made)
+    if target is xp:
+        return cos, sin
+    return xp.asarray(cos, device=device), xp.asarray(sin, device=device)
+
+
+def _judge(positions: Any, rotary_dim: object, base: float, table: str, pairing: str, dtype: str) -> None:
+    if (
+        not hasattr(positions, "dtype")
+        or not hasattr(positions, "shape")
+        or isinstance(positions, np.generic)
+    ):
+        raise SpecError(f"positions is a {type(positions).__name__}: pass an array, numpy.arange(S) say")
+    kind = str(positions.dtype).rpartition(".")[2]
+    if not kind.startswith(("int", "uint", "float", "bfloat")):
+        raise SpecError(f"positions have dtype {kind}: they must be whole or real numbers")
+    if not isinstance(rotary_dim, int) or rotary_dim < 0 or rotary_dim % 2:
+        raise SpecError(f"rotary_dim must be an even number of channels, got {rotary_dim!r}")
+    if not base > 0:
+        raise SpecError(f"base must be positive, got {base!r}")
+    words: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("table", table, TABLES), ("pairing", pairing, PAIRINGS), ("dtype", dtype, DTYPES),
+    )  # fmt: skip
+    for option, word, allowed in words:
+        if word not in allowed:
+            raise SpecError(
+                f"{option}={word!r} is unknown: it must be one of {', '.join(map(repr, allowed))}"
+            )
