@@ -22,6 +22,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 _NUMPY_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES}
 _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items()}
 _WIDTH = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
+TRACED = "traced"  # the device of an array in jax.jit, jax.grad or jax.vmap: it goes with any
 LAZY_OR_FROZEN = {"jax": "JAX arrays cannot be written", "dask": "Dask arrays are lazy and cannot be written"}
 
 
@@ -39,7 +40,7 @@ def facts(name: str, array: Array) -> Facts:
     if type(array) is np.ndarray:
         dtype = _NUMPY_NAMES.get(array.dtype)
         return Facts("numpy", "cpu", dtype or _bad_dtype(name, array.dtype), array.shape)
-    namespace = _namespace_name(name, array)
+    namespace = namespace_name(name, array)
     dtype = str(array.dtype).rpartition(".")[2]
     if dtype not in DTYPES:
         _bad_dtype(name, array.dtype)
@@ -54,7 +55,10 @@ def _bad_dtype(name: str, dtype: object) -> str:
     raise SpecError(f"{name} has dtype {dtype}: it must be one of {', '.join(DTYPES)}; {remedy}")
 
 
-def _namespace_name(name: str, array: Array) -> str:
+def namespace_name(name: str, array: Array) -> str:
+    """Namespace of the argument called `name`; SpecError if it is no dense array."""
+    if type(array) is np.ndarray:
+        return "numpy"
     if isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
         raise SpecError(f"{name} is a {type(array).__name__}: pass the plain array, numpy.asarray({name})")
     if isinstance(array, np.generic) or not array_api_compat.is_array_api_obj(array):
@@ -62,15 +66,18 @@ def _namespace_name(name: str, array: Array) -> str:
         raise SpecError(
             f"{name} is a {kind}, not an array: pass an array of NumPy, CuPy, PyTorch, JAX or Dask"
         )
+    if hasattr(array, "data_ptr") and str(array.layout) != "torch.strided":
+        raise SpecError(f"{name} has layout {array.layout}: pass a dense tensor, {name}.to_dense()")
     module = str(array_api_compat.array_namespace(array).__name__)
     return module.removeprefix("array_api_compat.").partition(".")[0]
 
 
 def _device(array: Array) -> str:
     try:
-        return str(array_api_compat.device(array)).lower()
+        device = array_api_compat.device(array)
     except Exception:  # a tracer of jax.jit has no device; the compiled program will
-        return "traced"
+        return TRACED
+    return TRACED if device is None else str(device).lower()
 
 
 def namespace(array: Array) -> ModuleType:
@@ -84,7 +91,10 @@ def dtype_in(xp: ModuleType, name: str) -> Any:
     """The dtype called `name` in namespace xp."""
     if xp.__name__ in ("array_api_compat.numpy", "array_api_compat.cupy", "array_api_compat.dask.array"):
         return _NUMPY_DTYPES[name]
-    return getattr(xp, name)
+    try:
+        return getattr(xp, name)
+    except AttributeError:
+        raise SpecError(f"{xp.__name__} has no dtype {name}: choose another") from None
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ropegrad.arrays import Array, Facts, facts
+from ropegrad.arrays import TRACED, Array, Facts, facts
 from ropegrad.errors import SpecError
 from ropegrad.spec import (
     LAYOUTS,
@@ -19,6 +19,7 @@ from ropegrad.spec import (
     judge_table_batch,
     judge_word,
     judge_words,
+    whole,
 )
 
 _Facts = tuple[tuple[str, Facts], ...]
@@ -118,8 +119,9 @@ def qkv_forward_spec(
     for name in ("hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin"):
         if name not in found:
             raise SpecError(f"{name} is None: the forward reads it")
-    if not isinstance(head_dim, int) or head_dim < 1:
-        raise SpecError(f"head_dim must be a positive whole number, got {head_dim!r}")
+    head_dim = whole("head_dim", head_dim)
+    if head_dim < 1:
+        raise SpecError(f"head_dim must be positive, got {head_dim}")
     _judge_rank("hidden_states", found["hidden_states"], 3, _hidden_axes(layout))
     heads, kv_heads = (_whole_heads(found, name, head_dim) for name in ("q_weight", "k_weight"))
     rows = found["hidden_states"].shape[:2]
@@ -160,14 +162,15 @@ def _alike(facts_by_name: _Facts) -> dict[str, Facts]:
     found = dict(facts_by_name)
     if not found:
         raise SpecError("every array is None: pass at least those that the wanted gradients read")
-    first, reference = next(iter(found.items()))
+    placed = ((name, fact) for name, fact in found.items() if fact.device != TRACED)
+    first, reference = next(placed, next(iter(found.items())))
     for name, fact in found.items():
         if fact.namespace != reference.namespace:
             raise SpecError(
                 f"{name} is an array of {fact.namespace}, {first} one of {reference.namespace}: "
                 "convert one of them"
             )
-        if fact.device != reference.device:
+        if fact.device not in (reference.device, TRACED):
             raise SpecError(f"{name} is on {fact.device}, {first} on {reference.device}: move one of them")
     return found
 

@@ -1,7 +1,8 @@
 """What a problem must cost at least: bytes moved and floating-point operations, as exact integers.
 
-Every input that a wanted gradient reads is read once, every output is written once (and read once more with
-`accumulate`). A table that is broadcast over the batch counts once.
+What a wanted gradient reads is read once, every output is written once (and read once more with
+`accumulate`). A table that is broadcast over the batch counts once; channels of q and k past the rotary width
+are never read.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class Cost(NamedTuple):
 
 
 def rope_cost(spec: RopeSpec) -> Cost:
-    """Cost of `rope_backward`; all gradients in one dtype of b bytes move (3(H+Hkv) + 4·R/D)·D·b·B·S bytes."""
+    """Cost of `rope_backward`; with R = D, all in b bytes each, (3(H+Hkv) + 4)·D·b·B·S bytes."""
     tables = sum(name in spec.needs for name in ("cos", "sin"))
     read = written = flops = 0
     for side, heads in (("q", spec.heads), ("k", spec.kv_heads)):
-        size = nbytes(spec.head_shape(heads or 0), spec.dtype)
-        rotated = spec.batch * (heads or 0) * spec.seq * spec.rotary_dim
-        wanted = side in spec.needs
-        read += size * (wanted or tables > 0) + size * (tables > 0)
-        flops += rotated * (3 * wanted + 2 * tables)
+        rows, wanted = spec.batch * (heads or 0) * spec.seq, side in spec.needs
+        rotated = nbytes((rows, spec.rotary_dim), spec.dtype)
+        grad = nbytes((rows, spec.head_dim), spec.dtype) if wanted else rotated * (tables > 0)
+        read += grad + rotated * (tables > 0)
+        flops += rows * spec.rotary_dim * (3 * wanted + 2 * tables)
     if "q" in spec.needs or "k" in spec.needs:
         read += 2 * nbytes(spec.table_shape, spec.table_dtype)
     written = sum(nbytes(*spec.output(need)) for need in spec.needs)

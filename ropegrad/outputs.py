@@ -26,10 +26,12 @@ def judge_out(
             raise SpecError("accumulate=True adds into out=: pass the arrays to add to")
         return None
     if not isinstance(out, tuple) or len(out) != len(fields):
-        kind = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise SpecError(f"out is {kind}: it must be a tuple ({', '.join(fields)}), None where not needed")
+        kind = type(out).__name__ + (f" of {len(out)}" if isinstance(out, (tuple, list)) else "")
+        raise SpecError(f"out is a {kind}: it must be a tuple ({', '.join(fields)}), None where not needed")
     if spec.namespace in LAZY_OR_FROZEN:
         raise SpecError(f"{LAZY_OR_FROZEN[spec.namespace]}: leave out= away and use what is returned")
+    if _geometry(spec).device == "meta":
+        raise SpecError("meta tensors have no memory to write: leave out= away and use what is returned")
     wanted = {f"grad_{need}" for need in spec.needs}
     given = {}
     for name, array in zip(fields, out, strict=True):
@@ -42,16 +44,19 @@ def judge_out(
     return given
 
 
+def _geometry(spec: RopeSpec | QkvSpec) -> RopeSpec:
+    return spec if isinstance(spec, RopeSpec) else spec.rope
+
+
 def _judge_one(spec: RopeSpec | QkvSpec, name: str, array: Array) -> None:
     label = f"out's {name}"
     if array is None:
         raise SpecError(f"{label} is None, but needs asks for it: pass an array, or leave it out of needs")
     fact = facts(label, array)
     shape, dtype = spec.output(name.removeprefix("grad_"))
-    device = spec.device if isinstance(spec, RopeSpec) else spec.rope.device
     for what, mine, right in (
         ("namespace", fact.namespace, spec.namespace),
-        ("device", fact.device, device),
+        ("device", fact.device, _geometry(spec).device),
         ("shape", fact.shape, shape),
         ("dtype", fact.dtype, dtype),
     ):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from numbers import Real
 from typing import Any
 
 import array_api_compat.numpy as numpy_namespace
 import numpy as np
 
-from ropegrad.arrays import DTYPES, Array, dtype_in, namespace
+from ropegrad.arrays import DTYPES, Array, dtype_in, namespace, namespace_name
 from ropegrad.errors import SpecError
 from ropegrad.maths import tables
-from ropegrad.spec import PAIRINGS, TABLES
+from ropegrad.spec import PAIRINGS, TABLES, judge_word, whole
 
 
 def rope_tables(
@@ -56,8 +59,8 @@ def rope_tables(
     target: Any = xp
     host = positions
     if xp.__name__ == "jax.numpy":  # float64 may be switched off there: compute on the host
-        host, target = np.asarray(positions), numpy_namespace
-    theta = tables.angles(target, target.astype(host, target.float64), rotary_dim, float(base))
+        host, target = _concrete(positions), numpy_namespace
+    theta = tables.angles(target, target.astype(host, target.float64), int(rotary_dim), float(base))
     made = tables.cos_sin(target, theta, pairing=pairing, table=table)
     cos, sin = (target.astype(array, dtype_in(target, dtype)) for array in made)
     if target is xp:
@@ -65,25 +68,32 @@ def rope_tables(
     return xp.asarray(cos, device=device), xp.asarray(sin, device=device)
 
 
-def _judge(positions: Any, rotary_dim: object, base: float, table: str, pairing: str, dtype: str) -> None:
-    if (
-        not hasattr(positions, "dtype")
-        or not hasattr(positions, "shape")
-        or isinstance(positions, np.generic)
-    ):
-        raise SpecError(f"positions is a {type(positions).__name__}: pass an array, numpy.arange(S) say")
+def _as_float(number: Real) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # a whole number beyond float64
+        return math.inf
+
+
+def _concrete(positions: Array) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(positions)
+    except Exception:
+        raise SpecError(
+            "positions are being traced by JAX: make the tables outside, from concrete positions"
+        ) from None
+
+
+def _judge(positions: Any, rotary_dim: object, base: object, table: str, pairing: str, dtype: str) -> None:
+    namespace_name("positions", positions)
     kind = str(positions.dtype).rpartition(".")[2]
     if not kind.startswith(("int", "uint", "float", "bfloat")):
         raise SpecError(f"positions have dtype {kind}: they must be whole or real numbers")
-    if not isinstance(rotary_dim, int) or rotary_dim < 0 or rotary_dim % 2:
-        raise SpecError(f"rotary_dim must be an even number of channels, got {rotary_dim!r}")
-    if not base > 0:
-        raise SpecError(f"base must be positive, got {base!r}")
-    words: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-        ("table", table, TABLES), ("pairing", pairing, PAIRINGS), ("dtype", dtype, DTYPES),
-    )  # fmt: skip
-    for option, word, allowed in words:
-        if word not in allowed:
-            raise SpecError(
-                f"{option}={word!r} is unknown: it must be one of {', '.join(map(repr, allowed))}"
-            )
+    width = whole("rotary_dim", rotary_dim)
+    if width < 0 or width % 2:
+        raise SpecError(f"rotary_dim must be an even number of channels, got {width}")
+    if not isinstance(base, Real) or not sys.float_info.min <= _as_float(base) < math.inf:
+        raise SpecError(f"base must be a positive number, got {base!r}")
+    judge_word("table", table, TABLES)
+    judge_word("pairing", pairing, PAIRINGS)
+    judge_word("dtype", dtype, DTYPES)

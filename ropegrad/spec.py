@@ -6,8 +6,10 @@ hand is judged just the same.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ropegrad.arrays import DTYPES, compute_dtype
 from ropegrad.errors import SpecError
@@ -159,8 +161,16 @@ def in_layout(bhsd: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 def judge_word(option: str, word: object, allowed: Iterable[str]) -> None:
     """SpecError if the option is not one of the allowed words."""
-    if word not in tuple(allowed):
+    if not isinstance(word, str) or word not in tuple(allowed):
         raise SpecError(f"{option}={word!r} is unknown: it must be one of {', '.join(map(repr, allowed))}")
+
+
+def whole(option: str, value: Any) -> int:
+    """The whole number that the option is; SpecError if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise SpecError(f"{option}={value!r} is no whole number: pass an int") from None
 
 
 def judge_words(layout: str, pairing: str, table: str, adjoint: str) -> None:

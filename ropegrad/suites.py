@@ -7,6 +7,8 @@ UltraLong-1M-Instruct) and 064 (multi-head QKV projection with RoPE backward; fr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from ropegrad.spec import QkvSpec, RopeSpec
 
 # batch, seq, heads, kv_heads; head_dim 128
@@ -48,4 +50,4 @@ def qkv_suite() -> dict[str, QkvSpec]:
     }  # fmt: skip
 
 
-SUITES = {"rope": rope_suite, "qkv": qkv_suite}
+SUITES: dict[str, Callable[[], Mapping[str, RopeSpec | QkvSpec]]] = {"rope": rope_suite, "qkv": qkv_suite}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from ropegrad.arrays import Array
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -11,6 +13,9 @@ Inputs = dict[
     str, Array
 ]  # by the problem's names, in the caller's layout, judged by spec.py; absent ones left out
 Outputs = dict[str, Array]  # by name ('grad_q', …): exactly what spec.needs asks for
+
+
+quiet = np.errstate(all="ignore")  # NaN, Inf and overflow are the caller's business: IEEE says what
 
 
 class Backend(Protocol):

@@ -17,6 +17,7 @@ from ropegrad.spec import RopeSpec
 from ropegrad.tiles import Task, Tile
 
 NumpyArray = np.ndarray[Any, Any]
+_EVERYTHING = Tile(slice(None), slice(None))
 
 
 class Tables:
@@ -125,30 +126,30 @@ class RopeBackward:
         return summed
 
 
-def small_rope_backward(spec: RopeSpec, inputs: Inputs) -> Outputs:
-    """All four gradients of a problem so small that the number of NumPy calls is its cost: q's heads and
-    k's are stacked and done at once."""
-    compute, width = numpy_dtype(spec.compute), spec.rotary_dim
-    both = {
-        name: axes.to_bhsd(np, inputs[name], spec.layout) for name in inputs if name not in ("cos", "sin")
-    }
-    grad = cast(np.concatenate([both["grad_q_embed"], both["grad_k_embed"]], axis=1), compute)
-    x = cast(np.concatenate([both["q"], both["k"]], axis=1), compute)[..., :width]
-    g = grad[..., :width]
+def small_rope_backward(spec: RopeSpec, inputs: Inputs, out: Outputs) -> None:
+    """The gradients of a problem so small that the number of NumPy calls is its cost: q's heads and k's are
+    stacked and done at once."""
+    compute, width, heads = numpy_dtype(spec.compute), spec.rotary_dim, spec.heads or 0
+    grad, x = (
+        cast(np.concatenate([axes.to_bhsd(np, inputs[name], spec.layout) for name in names], axis=1), compute)
+        for names in (("grad_q_embed", "grad_k_embed"), ("q", "k"))
+    )
+    g, x = grad[..., :width], x[..., :width]
     swapped = swap(g, spec.pairing)
-    sums = {"cos": np.add.reduce(g * x, axis=1), "sin": np.add.reduce(swapped * x, axis=1)}
-    rotated = np.empty(grad.shape, numpy_dtype(spec.dtype))
-    rotate(g, swapped, *Tables(spec, inputs, forward=False).of(Tile(slice(None), slice(None))), rotated, grad)
-    heads = spec.heads or 0
-    results = {}
-    for side, part in (("q", rotated[:, :heads]), ("k", rotated[:, heads:])):
-        results[f"grad_{side}"] = np.ascontiguousarray(axes.from_bhsd(np, part, spec.layout))
-    for name, total in sums.items():
-        if spec.table_batch != spec.batch:
-            total = np.add.reduce(total, axis=0, keepdims=True)
-        target = results[f"grad_{name}"] = np.empty(spec.table_shape, numpy_dtype(spec.table_dtype))
-        write_table(spec, name, total, _with_batch(target))
-    return results
+    for name, factor in (("cos", g), ("sin", swapped)):
+        if name in spec.needs:
+            total = np.add.reduce(factor * x, axis=1)
+            if spec.table_batch != spec.batch:
+                total = np.add.reduce(total, axis=0, keepdims=True)
+            write_table(spec, name, total, _with_batch(out[f"grad_{name}"]))
+    if "q" in spec.needs or "k" in spec.needs:
+        cos, coefficient = Tables(spec, inputs, forward=False).of(_EVERYTHING)
+        rotated = np.empty(grad.shape, compute)
+        rotate(g, swapped, cos, coefficient, rotated, grad)
+        for side, part in (("q", rotated[:, :heads]), ("k", rotated[:, heads:])):
+            if side in spec.needs:
+                target = axes.to_bhsd(np, out[f"grad_{side}"], spec.layout)
+                store(part, target, accumulate=spec.accumulate)
 
 
 def write_table(spec: RopeSpec, name: str, total: NumpyArray, target: NumpyArray) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
-from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.base import Inputs, Outputs, quiet
 from ropegrad.backends.numpy_tile import (
     NumpyArray,
     RopeBackward,
@@ -27,10 +27,11 @@ from ropegrad.backends.numpy_tile import (
     swap,
 )
 from ropegrad.maths import layout as axes
-from ropegrad.spec import ROPE_NEEDS, QkvSpec, RopeSpec
+from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.tiles import Task, Tile, tasks
 
 SMALL = 1 << 12  # channels up to which the number of NumPy calls is what costs
+_STACKED = {"grad_q_embed", "grad_k_embed", "q", "k"}
 PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
 
 
@@ -62,12 +63,13 @@ class NumpyTiled:
             lines += _copies(spec, inputs)
         return lines
 
+    @quiet
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of RoPE; see `ropegrad.rope_backward`."""
-        if out is None and spec.needs == ROPE_NEEDS and _channels(spec) <= SMALL and spec.batch:
-            with np.errstate(all="ignore"):
-                return small_rope_backward(spec, inputs)
         results = out if out is not None else _allocate(spec)
+        if spec.batch and _channels(spec) <= SMALL and inputs.keys() >= _STACKED:
+            small_rope_backward(spec, inputs, results)
+            return results
         kernel = RopeBackward(spec, inputs, results)
         schedule = tasks(spec, self.cells)
         if not schedule and not spec.accumulate:
@@ -76,14 +78,15 @@ class NumpyTiled:
         self._run(spec, schedule, kernel.run)
         return results
 
+    @quiet
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of the projections and RoPE; see `ropegrad.qkv_rope_backward`."""
         results = out if out is not None else {}
         packed = self._packed_gradients(spec, inputs)
-        with np.errstate(all="ignore"):
-            products = _products(spec, inputs, packed, results)
+        products = _products(spec, inputs, packed, results)
         return {name: _settle(spec, value, results.get(name)) for name, value in products.items()}
 
+    @quiet
     def rope(self, spec: RopeSpec, inputs: Inputs) -> Outputs:
         """RoPE of q and k; see `ropegrad.rope`."""
         results = {}
@@ -92,16 +95,16 @@ class NumpyTiled:
             self._rotate_all(spec, inputs, inputs[side], results[f"{side}_embed"], forward=True)
         return results
 
+    @quiet
     def qkv_rope(self, spec: QkvSpec, inputs: Inputs) -> Outputs:
         """Projections and RoPE; see `ropegrad.qkv_rope`."""
         geometry, compute = spec.rope, numpy_dtype(spec.rope.compute)
         hidden = _matrix(inputs["hidden_states"], compute)
         results = {}
         for part, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            with np.errstate(all="ignore"):
-                rows = hidden @ _matrix(inputs[f"{part}_weight"], compute).T
-                if f"{part}_bias" in inputs:
-                    rows += inputs[f"{part}_bias"].astype(compute)
+            rows = hidden @ _matrix(inputs[f"{part}_weight"], compute).T
+            if f"{part}_bias" in inputs:
+                rows += inputs[f"{part}_bias"].astype(compute)
             heads = (geometry.heads if part == "q" else geometry.kv_heads) or 0
             shape = (geometry.batch, heads, geometry.seq, geometry.head_dim)
             projected = axes.from_rows(np, rows, shape, geometry.layout)
@@ -165,11 +168,11 @@ def _channels(spec: RopeSpec) -> int:
     return spec.batch * spec.seq * ((spec.heads or 0) + (spec.kv_heads or 0)) * spec.head_dim
 
 
+@quiet  # a new thread starts with NumPy's own settings
 def _share(schedule: list[Task], run: Callable[[Task], None]) -> None:
-    """One worker's tasks. NaN, Inf and overflow are the caller's business: IEEE says what becomes of them."""
-    with np.errstate(all="ignore"):
-        for task in schedule:
-            run(task)
+    """One worker's tasks."""
+    for task in schedule:
+        run(task)
 
 
 def _allocate(spec: RopeSpec | QkvSpec) -> Outputs:
@@ -222,8 +225,7 @@ def _settle(spec: QkvSpec, value: NumpyArray, out: NumpyArray | None) -> NumpyAr
     """Round once to the output's dtype, into `out` where given."""
     if out is None:
         return cast(value, numpy_dtype(spec.rope.dtype))
-    with np.errstate(all="ignore"):
-        store(value, out, accumulate=spec.accumulate)
+    store(value, out, accumulate=spec.accumulate)
     return out
 
 

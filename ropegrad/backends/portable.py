@@ -5,20 +5,15 @@ Whole arrays at a time, so it needs several temporaries of the size of q. Nothin
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
-
 from ropegrad.arrays import Array, dtype_in, namespace
-from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.base import Inputs, Outputs, quiet
 from ropegrad.maths import layout as axes
 from ropegrad.maths import projection, rope
 from ropegrad.spec import PRECISIONS, QkvSpec, RopeSpec
-
-_quiet = np.errstate(all="ignore")  # NaN, Inf and overflow are the caller's business: IEEE says what
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Portable:
             lines.append("copies the rotated gradients and the weights into one packed matrix each")
         return lines
 
-    @_quiet
+    @quiet
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of RoPE; see `ropegrad.rope_backward`."""
         xp, x = _prepare(spec, inputs)
@@ -57,7 +52,7 @@ class Portable:
                 results[f"grad_{name}"] = _table_gradient(xp, spec, x, formula)
         return _deliver(xp, spec, results, out)
 
-    @_quiet
+    @quiet
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of the projections and RoPE; see `ropegrad.qkv_rope_backward`."""
         geometry = spec.rope
@@ -75,21 +70,21 @@ class Portable:
             weights = xp.concat([x["q_weight"], x["k_weight"], x["v_weight"]], axis=0)
             packed = xp.concat([rows["q"], rows["k"], rows["v"]], axis=1)
             hidden = projection.hidden_backward(xp, packed, weights, matmul=matmul)
-            results["grad_hidden_states"] = xp.reshape(hidden, spec.hidden_shape)
+            results["grad_hidden_states"] = axes.reshape(xp, hidden, spec.hidden_shape)
         results |= _weight_gradients(xp, spec, rows, x.get("hidden_states"), matmul)
         for part in "qkv":
             if f"{part}_bias" in spec.needs:
                 results[f"grad_{part}_bias"] = projection.bias_backward(xp, rows[part])
         return _deliver(xp, spec, results, out)
 
-    @_quiet
+    @quiet
     def rope(self, spec: RopeSpec, inputs: Inputs) -> Outputs:
         """RoPE of q and k; see `ropegrad.rope`."""
         xp, x = _prepare(spec, inputs)
         rotated = {f"{side}_embed": _rotate(xp, spec, x[side], x["cos"], x["sin"]) for side in spec.needs}
         return _cast(xp, spec, {k: axes.from_bhsd(xp, v, spec.layout) for k, v in rotated.items()})
 
-    @_quiet
+    @quiet
     def qkv_rope(self, spec: QkvSpec, inputs: Inputs) -> Outputs:
         """Projections and RoPE; see `ropegrad.qkv_rope`."""
         geometry = spec.rope
@@ -158,7 +153,7 @@ def _table_gradient(xp: ModuleType, spec: RopeSpec, x: dict[str, Array], formula
     total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     if spec.table_batch != spec.batch:
         total = xp.sum(total, axis=0, keepdims=True)
-    return xp.reshape(total, spec.table_shape)
+    return axes.reshape(xp, total, spec.table_shape)
 
 
 def _weight_gradients(
@@ -204,9 +199,14 @@ def _deliver(
 
 def _matmul(xp: ModuleType) -> projection.Matmul:
     """The namespace's product in IEEE arithmetic of the operands' dtype."""
-    if xp.__name__ == "jax.numpy":  # its default follows a global setting
-        return functools.partial(xp.matmul, precision="highest")
-    product: projection.Matmul = xp.matmul
+    words = {"precision": "highest"} if xp.__name__ == "jax.numpy" else {}  # its default is a global setting
+
+    def product(a: Array, b: Array) -> Array:
+        if 0 in a.shape or 0 in b.shape:  # Dask has no empty products
+            shape = (a.shape[0], b.shape[1])
+            return xp.zeros(shape, dtype=a.dtype, device=getattr(a, "device", None))
+        return xp.matmul(a, b, **words)
+
     return product
 
 

@@ -10,6 +10,13 @@ _TO_BHSD = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
 _FROM_BHSD = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 
 
+def reshape(xp: ModuleType, array: Array, shape: tuple[int, ...]) -> Array:
+    """xp.reshape, of empty arrays too."""
+    if 0 in shape:  # Dask cannot reshape what is empty
+        return xp.zeros(shape, dtype=array.dtype, device=getattr(array, "device", None))
+    return xp.reshape(array, shape)
+
+
 def to_bhsd(xp: ModuleType, array: Array, layout: str) -> Array:
     """[B, H, S, D] from the caller's layout."""
     return array if layout == "bhsd" else xp.permute_dims(array, _TO_BHSD[layout])
@@ -26,19 +33,19 @@ def to_rows(xp: ModuleType, array: Array, layout: str) -> Array:
     if layout == "bhsd":
         by_token = xp.permute_dims(array, (0, 2, 1, 3))
     first, second, heads, dim = by_token.shape
-    return xp.reshape(by_token, (first * second, heads * dim))
+    return reshape(xp, by_token, (first * second, heads * dim))
 
 
 def from_rows(xp: ModuleType, rows: Array, axes: tuple[int, int, int, int], layout: str) -> Array:
     """The inverse of `to_rows`; axes are (B, H, S, D)."""
     batch, heads, seq, dim = axes
     if layout == "sbhd":
-        return xp.reshape(rows, (seq, batch, heads, dim))
-    by_token = xp.reshape(rows, (batch, seq, heads, dim))
+        return reshape(xp, rows, (seq, batch, heads, dim))
+    by_token = reshape(xp, rows, (batch, seq, heads, dim))
     return by_token if layout == "bshd" else xp.permute_dims(by_token, (0, 2, 1, 3))
 
 
 def hidden_rows(xp: ModuleType, hidden: Array) -> Array:
     """Hidden states [B, S, C] (or [S, B, C]) as a matrix of tokens."""
     first, second, size = hidden.shape
-    return xp.reshape(hidden, (first * second, size))
+    return reshape(xp, hidden, (first * second, size))

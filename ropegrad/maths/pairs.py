@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from ropegrad.arrays import Array
+from ropegrad.maths.layout import reshape
 
 
 def split_pairs(xp: ModuleType, x: Array, pairing: str) -> tuple[Array, Array]:
@@ -15,14 +16,14 @@ def split_pairs(xp: ModuleType, x: Array, pairing: str) -> tuple[Array, Array]:
     if pairing == "half":
         middle = x.shape[-1] // 2
         return x[..., :middle], x[..., middle:]
-    return x[..., 0::2], x[..., 1::2]
+    return x[..., 0::2], x[..., min(1, x.shape[-1]) :: 2]
 
 
 def join_pairs(xp: ModuleType, first: Array, second: Array, pairing: str) -> Array:
     """The inverse of `split_pairs`: two of (..., R/2) → (..., R)."""
     if pairing == "half":
         return xp.concat([first, second], axis=-1)
-    return xp.reshape(xp.stack([first, second], axis=-1), (*first.shape[:-1], 2 * first.shape[-1]))
+    return reshape(xp, xp.stack([first, second], axis=-1), (*first.shape[:-1], 2 * first.shape[-1]))
 
 
 def split_table(xp: ModuleType, table: Array, pairing: str, form: str) -> tuple[Array, Array]:

@@ -1,0 +1,5 @@
+"""`python -m ropegrad` is the command `ropegrad`."""
+
+from ropegrad.cli import main
+
+main()

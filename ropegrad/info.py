@@ -1,0 +1,91 @@
+"""What is installed here and what can run: the facts that a report about a fault should carry."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import Any
+
+import numpy as np
+
+PACKAGES = {
+    "numpy": "numpy", "array-api-compat": "array_api_compat", "ml-dtypes": "ml_dtypes",
+    "hypothesis": "hypothesis", "numba": "numba", "torch": "torch", "jax": "jax", "dask": "dask",
+    "cupy-cuda12x": "cupy", "cupy-cuda13x": "cupy",
+}  # fmt: skip
+
+
+def info() -> dict[str, Any]:
+    """Versions, devices, BLAS and backends, as plain values; imports nothing that is slow or may fail."""
+    return {
+        "ropegrad": importlib.metadata.version("ropegrad"),
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": cores(),
+        "blas": _blas(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": _gpus(),
+        "backends": _backends(),
+    }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return names[0] if names else platform.processor() or platform.machine()
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def _blas() -> str:
+    config: dict[str, Any] = np.show_config(mode="dicts")  # type: ignore[assignment]
+    blas = config.get("Build Dependencies", {}).get("blas", {})
+    return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
+
+
+def _gpus() -> list[str]:
+    """NVIDIA devices that CuPy sees, or one sentence why there is none to see."""
+    if importlib.util.find_spec("cupy") is None:
+        return ["no GPU: CuPy is not installed (extra cuda12 or cuda13)"]
+    try:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
+    except Exception as error:  # a broken driver or wheel must not break the report about it
+        return [f"no GPU: {type(error).__name__}: {error}"]
+
+
+def _backends() -> dict[str, str]:
+    """Each backend, and what it can run here or why it cannot."""
+    from ropegrad.backends import BACKENDS
+    from ropegrad.spec import RopeSpec
+
+    spec = RopeSpec(batch=1, heads=1, kv_heads=1, seq=1, head_dim=2, rotary_dim=2, table_batch=1)
+    report = {}
+    for backend in BACKENDS:
+        reason = backend.why_not(spec)
+        report[backend.name] = "can run NumPy arrays" if reason is None else reason
+    frameworks = {"torch": "torch", "jax": "jax", "dask": "dask", "array_api_strict": "array_api_strict"}
+    found = [name for name, module in frameworks.items() if importlib.util.find_spec(module)]
+    missing = [name for name in ("torch", "jax", "dask") if name not in found]
+    report["portable"] += "".join(f", {name} too" for name in found)
+    if missing:
+        report["portable"] += f"; not {', '.join(missing)}: not installed (extra interop or dask)"
+    return report
