@@ -87,38 +87,38 @@ def _judge_overlaps(given: dict[str, Array], inputs: dict[str, Array]) -> None:
 class RopeGrads(NamedTuple):
     """Gradients of RoPE, each in the shape and dtype of its input; None where not needed."""
 
-    grad_q: Array | None
-    grad_k: Array | None
-    grad_cos: Array | None
-    grad_sin: Array | None
+    grad_q: Array
+    grad_k: Array
+    grad_cos: Array
+    grad_sin: Array
 
 
 class QkvGrads(NamedTuple):
     """Gradients of the projections and RoPE, each in its input's shape and dtype; None where not needed."""
 
-    grad_hidden_states: Array | None
-    grad_q_weight: Array | None
-    grad_k_weight: Array | None
-    grad_v_weight: Array | None
+    grad_hidden_states: Array
+    grad_q_weight: Array
+    grad_k_weight: Array
+    grad_v_weight: Array
 
 
 class QkvBiasGrads(NamedTuple):
     """`QkvGrads` and the gradients of the biases, [rows] each: the result where `needs` names a bias."""
 
-    grad_hidden_states: Array | None
-    grad_q_weight: Array | None
-    grad_k_weight: Array | None
-    grad_v_weight: Array | None
-    grad_q_bias: Array | None
-    grad_k_bias: Array | None
-    grad_v_bias: Array | None
+    grad_hidden_states: Array
+    grad_q_weight: Array
+    grad_k_weight: Array
+    grad_v_weight: Array
+    grad_q_bias: Array
+    grad_k_bias: Array
+    grad_v_bias: Array
 
 
 class RopeOut(NamedTuple):
     """q and k after RoPE; None where absent."""
 
-    q_embed: Array | None
-    k_embed: Array | None
+    q_embed: Array
+    k_embed: Array
 
 
 class QkvOut(NamedTuple):

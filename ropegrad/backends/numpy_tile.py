@@ -34,15 +34,16 @@ class Tables:
         first, second = members(sin, spec.pairing)
         coefficient = np.empty_like(sin)
         out1, out2 = members(coefficient, spec.pairing)
+        # Products with ±1: np.negative is wrong from 16-byte input strides to other strides (NumPy 2.4.6).
         if self.forward:
-            np.negative(first, out=out1)
+            np.multiply(first, -1, out=out1)
             np.copyto(out2, second)
         elif spec.adjoint == "exact":
             np.copyto(out1, second)
-            np.negative(first, out=out2)
+            np.multiply(first, -1, out=out2)
         else:
             np.copyto(out1, first)
-            np.negative(second, out=out2)
+            np.multiply(second, -1, out=out2)
         return cos, coefficient
 
     def _wide(self, table: NumpyArray, tile: Tile) -> NumpyArray:
@@ -159,7 +160,7 @@ def write_table(spec: RopeSpec, name: str, total: NumpyArray, target: NumpyArray
         return
     first, second = members(total, spec.pairing)
     if name == "sin":  # Σ w·x holds each member's gradient at its partner's place, without its sign
-        first, second = -second, first
+        first, second = second * -1, first
     if spec.table == "half":
         store(first + second, target, accumulate=spec.accumulate)
         return

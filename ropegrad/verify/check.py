@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import zlib
@@ -20,6 +21,7 @@ from ropegrad.verify.oracle import expected
 
 Function = Callable[[Case], dict[str, NumpyArray]]
 Outputs = dict[str, NumpyArray]
+Part = tuple[Case, dict[str, Outputs]]  # a piece of a case, and of every function's outputs
 SLICE = 1 << 20  # elements of q and k that are judged at a time: temporaries are float64 and complex
 SAMPLED = 1 << 22  # bytes of an input above which a sample is hashed: hashing must not cost more than judging
 
@@ -75,15 +77,25 @@ def check_all(
     for name, function in functions.items():
         verdicts[name], outputs[name] = _call(case, function)
 
-    def judge(part: tuple[Case, dict[str, Outputs]]) -> dict[str, Verdict]:
-        return _judge(*part, measure_bits=measure_bits, flushes=flushes)
-
-    with ThreadPoolExecutor(2) as pool:
-        for seen in pool.map(judge, _parts(case, outputs)):
-            for name, verdict in seen.items():
-                verdict.seconds = verdicts[name].seconds
-                verdicts[name].merge(verdict)
+    parts = _parts(case, outputs)
+    for seen in _map(lambda part: _judge(*part, measure_bits=measure_bits, flushes=flushes), parts):
+        for name, verdict in seen.items():
+            verdict.seconds = verdicts[name].seconds
+            verdicts[name].merge(verdict)
     return verdicts
+
+
+def _map(judge: Callable[[Part], dict[str, Verdict]], parts: Iterator[Part]) -> Iterator[dict[str, Verdict]]:
+    """The verdicts of all parts; two at a time where there is more than one."""
+    first = next(parts, None)
+    if first is None:
+        return
+    second = next(parts, None)
+    if second is None:
+        yield judge(first)
+        return
+    with ThreadPoolExecutor(2) as pool:
+        yield from pool.map(judge, itertools.chain((first, second), parts))
 
 
 def _call(case: Case, function: Function) -> tuple[Verdict, Outputs]:
@@ -133,7 +145,7 @@ def _has_right_form(case: Case, name: str, got: Any, verdict: Verdict) -> bool:
     return True
 
 
-def _parts(case: Case, outputs: dict[str, Outputs]) -> Iterator[tuple[Case, dict[str, Outputs]]]:
+def _parts(case: Case, outputs: dict[str, Outputs]) -> Iterator[Part]:
     """The whole of a small case or of a projection; runs of tokens of a large RoPE case."""
     spec = case.spec
     if not isinstance(spec, RopeSpec):

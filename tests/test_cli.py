@@ -1,0 +1,86 @@
+"""The command line: what it prints, what it writes, and its exit status."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ropegrad import cli
+from ropegrad.backends.portable import Portable
+from ropegrad.suites import SUITES
+from ropegrad.verify import conformance
+
+
+def run(*arguments, monkeypatch):
+    """Exit status of the command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["ropegrad", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return stopped.value.code
+
+
+def test_verify_quick_is_right_and_says_so(monkeypatch, capsys, tmp_path):
+    report = tmp_path / "deep" / "report.json"
+    assert run("verify", "--quick", "--json", str(report), monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "numpy_tiled" in printed
+    assert "portable" in printed
+    assert "all right" in printed
+    written = json.loads(report.read_text())
+    assert {case["op"] for case in written["cases"]} == {"rope", "qkv"}
+    assert all(case["passed"] for case in written["cases"])
+    assert written["info"]["packages"]["numpy"] == np.__version__
+
+
+def test_a_suite_row_is_shown_with_figures(monkeypatch, capsys):
+    name, spec = next(iter(SUITES["rope"]().items()))
+    monkeypatch.setitem(SUITES, "rope", lambda: {name: spec})
+    assert run("verify", "--suite", "rope", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "B=2" in printed
+    assert "GB/s" in printed
+
+
+def test_a_wrong_backend_is_named_and_fails(monkeypatch, capsys):
+    kept = Portable.rope_backward
+
+    def wrong(self, spec, inputs, out):
+        return {name: -x for name, x in kept(self, spec, inputs, None).items()}
+
+    monkeypatch.setattr(Portable, "rope_backward", wrong)
+    assert run("verify", "--quick", "--suite", "rope", monkeypatch=monkeypatch) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG" in printed
+    assert "portable: wrong value: grad_q" in printed
+
+
+def test_what_cannot_be_judged_has_status_2(monkeypatch, capsys, tmp_path):
+    assert run("verify", "--backend", "cuda", monkeypatch=monkeypatch) == 2
+    assert "'numpy_tiled'" in capsys.readouterr().out
+    assert run("verify", "--suite", "attention", monkeypatch=monkeypatch) == 2
+    assert run("verify", "--qick", monkeypatch=monkeypatch) == 2
+    assert run("verify", "--quick", "--json", str(tmp_path), monkeypatch=monkeypatch) == 2
+
+
+def test_interrupted(monkeypatch):
+    def stop(*arguments, **words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conformance, "check_all", stop)
+    assert run("verify", "--quick", monkeypatch=monkeypatch) == 130
+
+
+def test_info_names_versions_and_backends(monkeypatch, capsys):
+    assert run("info", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    for word in ("numpy", np.__version__, "blas", "cores", "numpy_tiled", "portable", "cupy"):
+        assert word in printed
+
+
+def test_the_module_runs_like_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "ropegrad", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "0.1.0"
