@@ -20,7 +20,9 @@ from ropegrad.verify.strategies import cases, rope_specs
 def tiled(case, threads, cells):
     """The gradients through tiles of this size, whatever the size of the problem."""
     inputs = {name: x for name, x in case.inputs.items() if x is not None}
-    out = {f"grad_{n}": np.full(shape, np.nan, d) for n in case.spec.needs for shape, d in [case.spec.output(n)]}
+    out = {
+        f"grad_{n}": np.full(shape, np.nan, d) for n in case.spec.needs for shape, d in [case.spec.output(n)]
+    }
     for name, prior in case.prior.items():
         out[name][...] = prior
     backend = NumpyTiled(threads=threads, cells=cells)

@@ -38,7 +38,7 @@ class Product:
     @property
     def depth(self) -> int:
         """K."""
-        return self.left.shape[1]
+        return int(self.left.shape[1])
 
     @cached_property
     def gaps(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -55,7 +55,8 @@ class Product:
     @property
     def P(self) -> Floats:
         """S·|B|, at least the sum of the terms' magnitudes."""
-        return self.spread @ self.size
+        total: Floats = self.spread @ self.size
+        return total
 
     @property
     def Q(self) -> Floats:

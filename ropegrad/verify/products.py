@@ -180,7 +180,7 @@ def _bias(d: _Rotated, where: slice) -> Expected:
     value, tail = high.sum(axis=0), None
     if low is not None:
         value, tail = dot(((side[row], 1.0) for row in range(len(high)) for side in (high, low)), value.shape)
-    lost, touched = (None if mask is None else mask[:, where].any(axis=0) for mask in (d.lost, d.touched))
+    lost, touched = (_columns(mask, where) for mask in (d.lost, d.touched))
     if lost is not None:
         value[lost] = np.nan
     magnitude = d.spread[:, where].sum(axis=0)
@@ -189,6 +189,11 @@ def _bias(d: _Rotated, where: slice) -> Expected:
     return known(result, magnitude)
 
 
+def _columns(mask: Bools | None, where: slice) -> Bools | None:
+    return None if mask is None else np.asarray(mask[:, where].any(axis=0))
+
+
 def _reshaped(result: Expected, shape: tuple[int, ...]) -> Expected:
-    low, touched = (None if a is None else a.reshape(shape) for a in (result.low, result.touched))
+    low = None if result.low is None else result.low.reshape(shape)
+    touched = None if result.touched is None else result.touched.reshape(shape)
     return replace(result, value=result.value.reshape(shape), low=low, touched=touched)
