@@ -80,7 +80,7 @@ def _show_suite(console: Console, op: str, rows: list[Row]) -> None:
     if not rows:
         return
     names = list(next(iter(rows[0].verdicts.values())).worst)
-    table = Table(title=f"{op}: worst error/bound (at most 1 is right) and effective bits, over both draws")
+    table = Table(title=f"{op}: worst error/bound over both draws (at most 1 is right) · effective bits")
     table.add_column("case")
     table.add_column("backend")
     for name in names:

@@ -50,7 +50,7 @@ class Product:
         """n: the products that are not zero. One whose D cancels to zero counts: it need not in float32."""
         kind = np.float32 if self.depth < 1 << 24 else np.float64  # sums of ones are exact in it
         counts = (self.spread != 0).astype(kind) @ (self.right != 0).astype(kind)
-        return counts.astype(np.float64)
+        return np.asarray(counts, np.float64)
 
     @property
     def P(self) -> Floats:
