@@ -59,14 +59,15 @@ def naive_qkv(gq: Any, gk: Any, gv: Any, x: Any, wq: Any, wk: Any, wv: Any, cos:
 
 
 def race(contestants: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds of each, taking turns; the first round warms up."""
+    """Median seconds of each, taking turns; a turn is one call to warm up and one that is timed."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(ROUNDS + 1):
+    for _ in range(ROUNDS):
         for name, run in contestants.items():
+            run()
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seen[1:]) for name, seen in times.items()}
+    return {name: statistics.median(seen) for name, seen in times.items()}
 
 
 def judge(case: Case, function: Callable[..., Any]) -> None:

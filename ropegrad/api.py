@@ -254,8 +254,7 @@ def explain(operation: str, *arrays: Array | None, backend: str | None = None, *
             f"operation {operation!r} is unknown: it must be 'rope_backward' or 'qkv_rope_backward'"
         )
     chosen = choose(spec, backend)
-    if out is not None:
-        judge_out(spec, fields, out, inputs)
+    judge_out(spec, fields, out, inputs)
     why_not = {}
     for other in BACKENDS:
         if other.name != chosen.name:

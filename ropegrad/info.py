@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 from typing import Any
 
 import numpy as np
+
+from ropegrad.tiles import cores
 
 PACKAGES = {
     "numpy": "numpy", "array-api-compat": "array_api_compat", "ml-dtypes": "ml_dtypes",
@@ -30,11 +31,6 @@ def info() -> dict[str, Any]:
         "devices": _gpus(),
         "backends": _backends(),
     }
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:

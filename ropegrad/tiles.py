@@ -6,11 +6,15 @@ the tiles nor on the number of workers.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from ropegrad.spec import RopeSpec
 
-SCRATCH = 512 * 1024  # channels of a tile: 2 MiB of float32, near a core's share of cache
+SHARED = (
+    1 << 20
+)  # channels of a tile where threads take turns at the interpreter: few calls, 4 MiB of float32
+ALONE = 1 << 18  # channels of a tile on one thread: 1 MiB of float32, a core's share of cache
 
 
 class Tile(NamedTuple):
@@ -23,12 +27,21 @@ class Tile(NamedTuple):
 Task = list[Tile]  # tiles that one worker does in this order: they may share table rows
 
 
-def tasks(spec: RopeSpec, cells: int | None = None) -> list[Task]:
-    """Cut [batch, seq] into tiles of about `cells` (batch, token) pairs, grouped into independent tasks."""
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tasks(spec: RopeSpec, cells: int | None = None, workers: int = 1) -> list[Task]:
+    """Cut [batch, seq] into tiles of about `cells` (batch, token) pairs, grouped into independent tasks.
+
+    Without `cells` there is work for every worker.
+    """
     if not spec.batch or not spec.seq:
         return []
     per_cell = max(spec.heads or 0, spec.kv_heads or 0, 1) * max(spec.head_dim, 1)
-    cells = cells or max(SCRATCH // per_cell, 1)
+    fitting = (SHARED if workers > 1 else ALONE) // per_cell
+    cells = cells or max(min(fitting, -(-spec.batch * spec.seq // workers)), 1)
     tokens = min(spec.seq, cells)
     batches = min(spec.batch, max(cells // tokens, 1))
     groups = [

@@ -6,6 +6,7 @@ with w = g swapped, dx = g·c + w·(−σ·s of the partner), Σ g·x is grad_co
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,21 @@ from ropegrad.tiles import Task, Tile
 
 NumpyArray = np.ndarray[Any, Any]
 _EVERYTHING = Tile(slice(None), slice(None))
+
+
+class Scratch:
+    """One worker's buffers, kept from tile to tile: fresh memory costs a page fault every 4 KiB."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self.held: dict[str, NumpyArray] = {}
+
+    def take(self, use: str, shape: tuple[int, ...]) -> NumpyArray:
+        """A dense array of this shape for one use; what it held before is lost."""
+        size = math.prod(shape)
+        if use not in self.held or self.held[use].size < size:
+            self.held[use] = np.empty(size, self.dtype)
+        return self.held[use][:size].reshape(shape)
 
 
 class Tables:
@@ -79,14 +95,14 @@ class RopeBackward:
             if side in spec.needs
         }
 
-    def run(self, task: Task) -> None:
+    def run(self, task: Task, scratch: Scratch) -> None:
         """All gradients of the table rows of this task and of the tokens that read them."""
         totals: dict[str, NumpyArray] = {}
         for tile in task:
             tables = self.tables.of(tile) if self.tables else None
             sums: dict[str, NumpyArray] = {}
             for side in self.sides:
-                self._side(side, tile, tables, sums)
+                self._side(side, tile, tables, sums, scratch)
             for name, part in sums.items():
                 totals[name] = self._collect(part, totals.get(name))
         for name, total in totals.items():
@@ -100,21 +116,22 @@ class RopeBackward:
         tile: Tile,
         tables: tuple[NumpyArray, NumpyArray] | None,
         sums: dict[str, NumpyArray],
+        scratch: Scratch,
     ) -> None:
         spec = self.spec
         if side not in self.grads and not self.wanted:
             return
         grad = self.inputs[f"grad_{side}_embed"][tile.batch, :, tile.tokens]
-        g = cast(grad[..., : spec.rotary_dim], self.compute)
-        swapped = swap(g, spec.pairing)
+        g = rows(grad[..., : spec.rotary_dim], "g", scratch)
+        swapped = swap(g, spec.pairing, scratch)
         if self.wanted:
-            x = cast(self.inputs[side][tile.batch, :, tile.tokens, : spec.rotary_dim], self.compute)
+            x = rows(self.inputs[side][tile.batch, :, tile.tokens, : spec.rotary_dim], "x", scratch)
             for name in self.wanted:
                 part = np.einsum("bhsd,bhsd->bsd", g if name == "cos" else swapped, x)
                 sums[name] = part if name not in sums else np.add(sums[name], part, out=sums[name])
         if side in self.grads and tables is not None:
             target = self.grads[side][tile.batch, :, tile.tokens]
-            rotate(g, swapped, *tables, target, grad, accumulate=spec.accumulate)
+            rotate(g, swapped, *tables, target, grad, scratch, accumulate=spec.accumulate)
 
     def _collect(self, part: NumpyArray, total: NumpyArray | None) -> NumpyArray:
         """Add the batches that share table rows, one after the other, to what earlier tiles gave."""
@@ -131,26 +148,36 @@ def small_rope_backward(spec: RopeSpec, inputs: Inputs, out: Outputs) -> None:
     """The gradients of a problem so small that the number of NumPy calls is its cost: q's heads and k's are
     stacked and done at once."""
     compute, width, heads = numpy_dtype(spec.compute), spec.rotary_dim, spec.heads or 0
-    grad, x = (
-        cast(np.concatenate([axes.to_bhsd(np, inputs[name], spec.layout) for name in names], axis=1), compute)
-        for names in (("grad_q_embed", "grad_k_embed"), ("q", "k"))
-    )
+    grad, x = (stacked(spec, [inputs[name] for name in names]) for names in _SIDES)
     g, x = grad[..., :width], x[..., :width]
-    swapped = swap(g, spec.pairing)
+    scratch = Scratch(compute)
+    swapped = swap(g, spec.pairing, scratch)
     for name, factor in (("cos", g), ("sin", swapped)):
         if name in spec.needs:
-            total = np.add.reduce(factor * x, axis=1)
+            product = factor * x
+            total = np.add.reduce(product[:, :heads], axis=1)  # in the order of the tiled sums
+            total += np.add.reduce(product[:, heads:], axis=1)
             if spec.table_batch != spec.batch:
                 total = np.add.reduce(total, axis=0, keepdims=True)
             write_table(spec, name, total, _with_batch(out[f"grad_{name}"]))
     if "q" in spec.needs or "k" in spec.needs:
         cos, coefficient = Tables(spec, inputs, forward=False).of(_EVERYTHING)
         rotated = np.empty(grad.shape, compute)
-        rotate(g, swapped, cos, coefficient, rotated, grad)
+        rotate(g, swapped, cos, coefficient, rotated, grad, scratch)
         for side, part in (("q", rotated[:, :heads]), ("k", rotated[:, heads:])):
             if side in spec.needs:
                 target = axes.to_bhsd(np, out[f"grad_{side}"], spec.layout)
                 store(part, target, accumulate=spec.accumulate)
+
+
+_SIDES = (("grad_q_embed", "grad_k_embed"), ("q", "k"))
+
+
+def stacked(spec: RopeSpec, arrays: list[NumpyArray]) -> NumpyArray:
+    """q's heads and k's in one array in C order: its strides decide the order of sums."""
+    sides = [axes.to_bhsd(np, array, spec.layout) for array in arrays]
+    shape = (spec.batch, sum(side.shape[1] for side in sides), spec.seq, spec.head_dim)
+    return np.concatenate(sides, axis=1, out=np.empty(shape, numpy_dtype(spec.compute)))
 
 
 def write_table(spec: RopeSpec, name: str, total: NumpyArray, target: NumpyArray) -> None:
@@ -176,9 +203,9 @@ def members(x: NumpyArray, pairing: str) -> tuple[NumpyArray, NumpyArray]:
     return x[..., 0::2], x[..., 1::2]
 
 
-def swap(x: NumpyArray, pairing: str) -> NumpyArray:
+def swap(x: NumpyArray, pairing: str, scratch: Scratch) -> NumpyArray:
     """A dense copy of x with the members of each pair exchanged."""
-    swapped = np.empty(x.shape, x.dtype)
+    swapped = scratch.take("swapped", x.shape)
     pairs = (2, x.shape[-1] // 2) if pairing == "half" else (x.shape[-1] // 2, 2)
     there, here = swapped.reshape(*x.shape[:-1], *pairs), x.reshape(*x.shape[:-1], *pairs)
     np.copyto(there, here[..., ::-1, :] if pairing == "half" else here[..., ::-1])
@@ -192,6 +219,7 @@ def rotate(
     coefficient: NumpyArray,
     target: NumpyArray,
     whole: NumpyArray,
+    scratch: Scratch,
     *,
     accumulate: bool = False,
 ) -> None:
@@ -203,7 +231,8 @@ def rotate(
         np.multiply(g, cos, out=rotated)
         np.add(rotated, swapped, out=rotated)
     else:
-        np.add(g * cos, swapped, out=swapped)
+        product = np.multiply(g, cos, out=scratch.take("product", g.shape))
+        np.add(product, swapped, out=swapped)
         store(swapped, rotated, accumulate=accumulate)
     if width < target.shape[-1]:
         store(whole[..., width:], target[..., width:], accumulate=accumulate, compute=g.dtype)
@@ -227,3 +256,17 @@ def _with_batch(table: NumpyArray) -> NumpyArray:
 def cast(x: NumpyArray, dtype: np.dtype[Any]) -> NumpyArray:
     """X in this dtype, copied only if it has another."""
     return x if x.dtype == dtype else x.astype(dtype)
+
+
+def rows(x: NumpyArray, use: str, scratch: Scratch) -> NumpyArray:
+    """X in the compute dtype, aligned, channels side by side and heads apart; copied only if it is not so.
+
+    Only then does einsum add heads up one after the other, and never multiply a gradient that heads share
+    by the sum of their x.
+    """
+    apart = x.strides[-1] == x.itemsize and abs(x.strides[1]) > x.itemsize
+    if apart and x.flags.aligned and x.dtype == scratch.dtype:
+        return x
+    dense = scratch.take(use, x.shape)
+    np.copyto(dense, x)
+    return dense
