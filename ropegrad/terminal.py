@@ -80,38 +80,45 @@ def _show_suite(console: Console, op: str, rows: list[Row]) -> None:
     if not rows:
         return
     names = list(next(iter(rows[0].verdicts.values())).worst)
-    table = Table(title=f"{op}: worst error/bound over both draws (at most 1 is right) · effective bits")
-    table.add_column("case")
-    table.add_column("backend")
+    console.print(
+        f"\n{op}: worst error/bound of both draws (at most 1 is right) and effective bits", highlight=False
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("case", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
     for name in names:
-        table.add_column(name.removeprefix("grad_"), justify="right")
-    table.add_column("ms", justify="right")
-    table.add_column("GB/s" if op == "rope" else "GFLOP/s", justify="right")
+        heading = name.removeprefix("grad_").replace("hidden_states", "hidden")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("GB/s" if op == "rope" else "GFLOP/s", justify="right", no_wrap=True)
     for row in rows:
-        verdicts = list(row.verdicts.items())
         work = row.moved if op == "rope" else row.flops
-        cells = [
-            row.case,
-            *(
-                "\n".join(lines)
-                for lines in zip(*(_cells(n, v, names, work) for n, v in verdicts), strict=True)
-            ),
-        ]
-        table.add_row(*cells, style="green" if row.passed else "bold red")
+        lines = [_cells(backend, verdict, names, work) for backend, verdict in row.verdicts.items()]
+        cells = ("\n".join(column) for column in zip(*lines, strict=True))
+        style = "green" if row.passed else "bold red"
+        table.add_row("ok" if row.passed else "NO", row.case.replace("=", ""), *cells, style=style)
     console.print(table)
 
 
 def _cells(backend: str, verdict: Verdict, names: list[str], work: int) -> Iterator[str]:
     yield backend
     for name in names:
-        worst, bits = verdict.worst.get(name, math.nan), verdict.bits.get(name, math.nan)
-        yield f"{worst:.2g} · {bits:.1f}b"
-    yield f"{verdict.seconds * 1e3:.1f}"
+        yield f"{_short(verdict.worst.get(name, math.nan))} {verdict.bits.get(name, math.nan):4.1f}"
+    yield f"{verdict.seconds * 1e3:.0f}"
     yield f"{work / verdict.seconds / 1e9:.1f}"
 
 
+def _short(ratio: float) -> str:
+    """Four characters."""
+    if ratio == 0 or ratio >= 0.9995:
+        return f"{ratio:.2f}" if ratio < 10 else f"{min(ratio, 9e99):.0e}".replace("e+0", "e")
+    return f"{ratio:.3f}"[1:] if ratio >= 0.01 else f"{ratio:.0e}".replace("e-0", "e-")
+
+
 def _show_edges(console: Console, ops: list[str], rows: dict[str, tuple[list[Row], list[Row]]]) -> None:
-    table = Table(title="named edge cases")
+    console.print("\nnamed edge cases")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("op", "backend", "cases", "right", "worst error/bound"):
         table.add_column(heading, justify="left" if heading in ("op", "backend") else "right")
     for op in ops:
@@ -135,7 +142,7 @@ def _show_findings(console: Console, row: Row) -> None:
 def _summarise(console: Console, rows: list[Row], failed: list[Row], seconds: float) -> None:
     outcome = "all right" if not failed else f"{len(failed)} of {len(rows)} WRONG"
     style = "bold red" if failed else "bold green"
-    console.print(f"{len(rows)} cases, {outcome}; {seconds:.0f} s", style=style, highlight=False)
+    console.print(f"\n{len(rows)} cases, {outcome}; {seconds:.0f} s", style=style, highlight=False)
     console.print(
         "Every element of every gradient was compared with an exact result; times are the better of the two "
         "draws, each run once, and no benchmark.",
