@@ -74,7 +74,8 @@ def rope_backward(
     -------
     RopeGrads(grad_q, grad_k, grad_cos, grad_sin)
         Each in the shape and dtype of its input; None where not needed. Products and sums are in the widest
-        of float32 and the inputs' dtypes, and each result is rounded once. Inputs are never written.
+        of float32 and the inputs' dtypes, and each result is rounded once (from float64 to a 16-bit dtype by
+        way of float32 where the array library converts so). Inputs are never written.
 
     Raises
     ------
@@ -242,6 +243,8 @@ def explain(operation: str, *arrays: Array | None, backend: str | None = None, *
     out = options.pop("out", None)
     spec: RopeSpec | QkvSpec
     fields: tuple[str, ...]
+    if not isinstance(operation, str):
+        raise SpecError(f"operation must be a name, got {type(operation).__name__}")
     if operation == "rope_backward":
         inputs = _rope_inputs(*arrays)
         spec, fields = rope_spec(inputs, **options), RopeGrads._fields

@@ -11,11 +11,13 @@ import array_api_compat.numpy as numpy_namespace
 import numpy as np
 
 from ropegrad.arrays import DTYPES, Array, dtype_in, namespace, namespace_name
+from ropegrad.backends.base import quiet
 from ropegrad.errors import SpecError
 from ropegrad.maths import tables
 from ropegrad.spec import PAIRINGS, TABLES, judge_word, whole
 
 
+@quiet
 def rope_tables(
     positions: Array,
     rotary_dim: int,

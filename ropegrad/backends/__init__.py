@@ -14,7 +14,7 @@ BACKENDS: tuple[Backend, ...] = (NumpyTiled(), Portable())
 def find(name: str) -> Backend:
     """The backend called `name`; SpecError if there is none."""
     for backend in BACKENDS:
-        if backend.name == name:
+        if isinstance(name, str) and backend.name == name:
             return backend
     names = ", ".join(repr(backend.name) for backend in BACKENDS)
     raise SpecError(f"backend={name!r} is unknown: it must be one of {names}")

@@ -12,9 +12,12 @@ _FROM_BHSD = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 
 def reshape(xp: ModuleType, array: Array, shape: tuple[int, ...]) -> Array:
     """xp.reshape, of empty arrays too."""
-    if 0 in shape:  # Dask cannot reshape what is empty
-        return xp.zeros(shape, dtype=array.dtype, device=getattr(array, "device", None))
-    return xp.reshape(array, shape)
+    try:
+        return xp.reshape(array, shape)
+    except TypeError:
+        if 0 not in shape:
+            raise
+        return xp.zeros(shape, dtype=array.dtype)  # Dask cannot reshape what is empty
 
 
 def to_bhsd(xp: ModuleType, array: Array, layout: str) -> Array:
