@@ -39,7 +39,7 @@ def test_a_suite_row_is_shown_with_figures(monkeypatch, capsys):
     monkeypatch.setitem(SUITES, "rope", lambda: {name: spec})
     assert run("verify", "--suite", "rope", monkeypatch=monkeypatch) == 0
     printed = capsys.readouterr().out
-    assert "B=2" in printed
+    assert "ok B2 S128 H32/8" in printed
     assert "GB/s" in printed
 
 
