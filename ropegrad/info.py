@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ PACKAGES = {
 }  # fmt: skip
 
 
+_NAMES = {"numpy": "NumPy", "cupy": "CuPy"}
+
+
 def info() -> dict[str, Any]:
-    """Versions, devices, BLAS and backends, as plain values; imports nothing that is slow or may fail."""
+    """Versions, devices, BLAS and backends, as plain values."""
     return {
-        "ropegrad": importlib.metadata.version("ropegrad"),
+        "ropegrad": _version("ropegrad"),
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
         "cpu": _cpu(),
@@ -71,13 +75,17 @@ def _gpus() -> list[str]:
 def _backends() -> dict[str, str]:
     """Each backend, and what it can run here or why it cannot."""
     from ropegrad.backends import BACKENDS
+    from ropegrad.backends.cupy_plain import no_gpu
     from ropegrad.spec import RopeSpec
 
     spec = RopeSpec(batch=1, heads=1, kv_heads=1, seq=1, head_dim=2, rotary_dim=2, table_batch=1)
     report = {}
     for backend in BACKENDS:
-        reason = backend.why_not(spec)
-        report[backend.name] = "can run NumPy arrays" if reason is None else reason
+        namespace = "cupy" if backend.name.startswith("cupy") else "numpy"
+        reason = backend.why_not(replace(spec, namespace=namespace))
+        if reason is None and namespace == "cupy":
+            reason = no_gpu()
+        report[backend.name] = f"can run {_NAMES[namespace]} arrays" if reason is None else reason
     frameworks = {"torch": "torch", "jax": "jax", "dask": "dask", "array_api_strict": "array_api_strict"}
     found = [name for name, module in frameworks.items() if importlib.util.find_spec(module)]
     missing = [name for name in ("torch", "jax", "dask") if name not in found]

@@ -18,7 +18,7 @@ from ropegrad.info import info
 from ropegrad.suites import SUITES
 from ropegrad.verify.cases import EDGE_CASES
 from ropegrad.verify.check import Verdict
-from ropegrad.verify.conformance import DRAWS, Row, edge_rows, own_backends, suite_rows
+from ropegrad.verify.conformance import DRAWS, Row, cannot_run, edge_rows, own_backends, suite_rows
 
 
 def verify(console: Console, suite: str, backend: str | None, *, quick: bool, json_file: Path | None) -> int:
@@ -51,7 +51,7 @@ def _backends(name: str | None) -> list[str]:
     spec = next(iter(SUITES["rope"]().values()))
     if name is None:
         return own_backends(spec)
-    reason = find(name).why_not(spec)
+    reason = cannot_run(find(name), spec)
     if reason is not None:
         raise SpecError(f"backend {name!r} cannot run here: {reason}")
     return [name]
@@ -105,8 +105,9 @@ def _cells(backend: str, verdict: Verdict, names: list[str], work: int) -> Itera
     yield backend
     for name in names:
         yield f"{_short(verdict.worst.get(name, math.nan))} {verdict.bits.get(name, math.nan):4.1f}"
-    yield f"{verdict.seconds * 1e3:.0f}"
-    yield f"{work / verdict.seconds / 1e9:.1f}"
+    measured = math.isfinite(verdict.seconds)
+    yield f"{verdict.seconds * 1e3:.0f}" if measured else "-"
+    yield f"{work / verdict.seconds / 1e9:.1f}" if measured else "-"
 
 
 def _short(ratio: float) -> str:

@@ -3,10 +3,11 @@
 import warnings
 
 import pytest
-from conftest import need
+from conftest import need, skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.verify.case import Case
 from ropegrad.verify.cases import EDGE_CASES
 from ropegrad.verify.check import check
@@ -20,6 +21,7 @@ PAIRS = {
     "portable-torch": ("portable", "torch", "interop"),
     "portable-jax": ("portable", "jax", "interop"),
     "portable-dask": ("portable", "dask", "dask"),
+    "cupy_plain": ("cupy_plain", "cupy", "cuda13"),
 }
 EXAMPLES = {"portable-jax": 30, "portable-dask": 40}  # every new shape is compiled or planned anew
 FROZEN = ("jax", "dask")  # cannot be written: no out=, so nothing to accumulate into
@@ -31,6 +33,8 @@ def pair(request):
     backend, namespace, extra = PAIRS[request.param]
     if extra is not None:
         need({"dask": "dask.array"}.get(namespace, namespace), extra)
+    if namespace == "cupy" and no_gpu() is not None:
+        skip(no_gpu(), required=False)
     if namespace == "jax":
         need("jax", "interop").config.update("jax_enable_x64", True)
     return request.param, backend, namespace

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ropegrad.backends.base import Backend
+from ropegrad.backends.cupy_plain import CupyPlain
 from ropegrad.backends.numpy_tiled import NumpyTiled
 from ropegrad.backends.portable import Portable
 from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec, RopeSpec
 
-BACKENDS: tuple[Backend, ...] = (NumpyTiled(), Portable())
+BACKENDS: tuple[Backend, ...] = (NumpyTiled(), CupyPlain(), Portable())
 
 
 def find(name: str) -> Backend:

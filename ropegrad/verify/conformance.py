@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ropegrad.backends import BACKENDS
+from ropegrad.backends.base import Backend
+from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.cost import qkv_cost, rope_cost
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.suites import SUITES
@@ -44,9 +47,19 @@ class Row:
 Progress = Callable[[str], None]
 
 
+NAMESPACES = {"cupy_plain": "cupy"}  # of the arrays that a backend is given; numpy for the others
+
+
 def own_backends(spec: RopeSpec | QkvSpec) -> list[str]:
-    """Names of the backends that can run NumPy arrays of this spec here."""
-    return [backend.name for backend in BACKENDS if backend.why_not(spec) is None]
+    """Names of the backends that can run here."""
+    return [backend.name for backend in BACKENDS if cannot_run(backend, spec) is None]
+
+
+def cannot_run(backend: Backend, spec: RopeSpec | QkvSpec) -> str | None:
+    """Why a backend cannot run arrays of its own namespace here; None if it can."""
+    namespace = NAMESPACES.get(backend.name, "numpy")
+    geometry = replace(spec if isinstance(spec, RopeSpec) else spec.rope, namespace=namespace)
+    return backend.why_not(geometry) or (no_gpu() if namespace == "cupy" else None)
 
 
 def suite_rows(op: str, backends: list[str], progress: Progress) -> Iterator[Row]:
@@ -84,8 +97,14 @@ def seed(name: str, draw: str) -> int:
 
 
 def _add(row: Row, case: Case, backends: list[str], *, measure_bits: bool, into: bool = False) -> None:
-    functions = {name: partial(run_backend, backend=name, into=into) for name in backends}
+    namespaces = {name: NAMESPACES.get(name, "numpy") for name in backends}
+    functions = {
+        name: partial(run_backend, backend=name, namespace=namespace, into=into)
+        for name, namespace in namespaces.items()
+    }
     for name, verdict in check_all(case, functions, measure_bits=measure_bits).items():
+        if namespaces[name] != "numpy":
+            verdict.seconds = math.nan  # most of it was copying to the device and back
         if name in row.verdicts:
             row.verdicts[name].merge(verdict)
         else:

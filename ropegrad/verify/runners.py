@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from typing import Any
@@ -76,10 +77,26 @@ def to_namespace(x: NumpyArray, namespace: str) -> Array:
         return x
     if namespace == "torch":
         return _to_torch(x)
+    if namespace == "cupy":
+        return _to_cupy(x)
     module = importlib.import_module(MODULES[namespace] if namespace != "jax" else "jax.numpy")
     if namespace == "dask":
         return module.from_array(x, chunks=tuple(max(1, -(-size // 2)) for size in x.shape))
     return module.asarray(x)
+
+
+def _to_cupy(x: NumpyArray) -> Array:
+    """A copy on the device with the same strides, gaps and overlaps; aligned, as GPUs must have it."""
+    cupy = importlib.import_module("cupy")
+    item = x.dtype.itemsize
+    if not x.size or any(step % item for step in x.strides):
+        return cupy.asarray(np.ascontiguousarray(x))
+    low = sum(step * (size - 1) for step, size in zip(x.strides, x.shape, strict=True) if step < 0)
+    span = sum(abs(step) * (size - 1) for step, size in zip(x.strides, x.shape, strict=True)) + item
+    first = x.__array_interface__["data"][0] + low
+    raw = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(first)).copy()
+    memory = cupy.asarray(raw).data
+    return cupy.ndarray(x.shape, x.dtype, memory + -low, x.strides)
 
 
 def _to_torch(x: NumpyArray) -> Array:
@@ -111,4 +128,6 @@ def to_numpy(x: Array) -> NumpyArray:
             x = x.numpy()
     if hasattr(x, "compute"):
         x = x.compute()
+    if hasattr(x, "get"):
+        x = x.get()
     return np.asarray(x)
