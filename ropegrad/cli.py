@@ -48,6 +48,30 @@ def verify(
 
 
 @app.command
+def limits(
+    *,
+    json: Annotated[
+        Path | None, cyclopts.Parameter(help="Write the records to this file, one a line.")
+    ] = None,
+    commit: str | None = None,
+) -> int:
+    """What no GPU time can beat: makers' datasheets, and ceilings measured on the GPU that is here.
+
+    Measures, for each case of the rope suite, a device-to-device copy and a tuned stream kernel that reads
+    twice what it writes, at the case's bytes; and matrix products at each precision. Without a GPU it shows
+    the datasheets and says why nothing was measured.
+
+    Parameters
+    ----------
+    commit
+        Recorded as the code's commit; default: what git says.
+    """
+    from ropegrad.bench.terminal import show
+
+    return show(Console(), json_file=json, commit=commit)
+
+
+@app.command
 def info() -> int:
     """Versions, devices, BLAS, and which backends can run here and why the others cannot."""
     from ropegrad.info import info as gather
