@@ -486,7 +486,7 @@ def test_ci_goes_from_nothing_to_the_gate(checkout, missing):
         tool.chmod(0o755)
     checkout.env["PATH"] = str(tools)
     assert finish(checkout.launch(["bash", str(checkout.root / ".ci/run")], pytest=6)).returncode == 6
-    assert checkout.installed() == [".", "torch==2.13.0", ".[cpu,dask,interop,test]"]
+    assert checkout.installed() == [".", "torch==2.13.0", ".[compile,cpu,dask,interop,test]"]
     assert checkout.calls("pytest") == [["-n", "2", "--require-extras"]]
     system = checkout.aside / "system"
     assert (system.exists() and "g++" in system.read_text()) == bool(missing)

@@ -14,10 +14,10 @@ def reshape(xp: ModuleType, array: Array, shape: tuple[int, ...]) -> Array:
     """xp.reshape, of empty arrays too."""
     try:
         return xp.reshape(array, shape)
-    except TypeError:
+    except Exception:
         if 0 not in shape:
             raise
-        return xp.zeros(shape, dtype=array.dtype)  # Dask cannot reshape what is empty
+        return xp.zeros(shape, dtype=array.dtype)  # Dask cannot reshape what is empty, and raises anything
 
 
 def to_bhsd(xp: ModuleType, array: Array, layout: str) -> Array:
