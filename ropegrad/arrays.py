@@ -77,7 +77,9 @@ def _device(array: Array) -> str:
         device = array_api_compat.device(array)
     except Exception:  # a tracer of jax.jit has no device; the compiled program will
         return TRACED
-    return TRACED if device is None else str(device).lower()
+    if device is None or type(device).__name__.endswith("Sharding"):  # spread over devices: JAX sees to it
+        return TRACED
+    return str(device).lower()
 
 
 def namespace(array: Array) -> ModuleType:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +19,14 @@ app = cyclopts.App(
     help="Exact, verified gradients of rotary position embedding and of the QKV projections before it.",
     version=ropegrad.__version__,
 )
+
+
+class Screen(Console):
+    """A console whose reader may go: rich would end the program as if the verdict were "wrong"."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`."""
+        raise BrokenPipeError
 
 
 @app.command
@@ -44,7 +54,7 @@ def verify(
     """
     from ropegrad import terminal
 
-    return terminal.verify(Console(), suite, backend, quick=quick, json_file=json)
+    return terminal.verify(Screen(), suite, backend, quick=quick, json_file=json)
 
 
 @app.command
@@ -68,7 +78,7 @@ def limits(
     """
     from ropegrad.bench.terminal import show
 
-    return show(Console(), json_file=json, commit=commit)
+    return show(Screen(), json_file=json, commit=commit)
 
 
 @app.command
@@ -83,7 +93,7 @@ def info() -> int:
             text = ", ".join(fact) if isinstance(fact, list) else fact
             label = name if name == key else f"{key.removesuffix('s')} {name}"
             table.add_row(label, "not installed" if text is None else str(text))
-    Console().print(table)
+    Screen().print(table)
     return 0
 
 
@@ -92,6 +102,12 @@ def main() -> None:
     try:
         status = app(sys.argv[1:], exit_on_error=False, result_action="return_value")
     except cyclopts.CycloptsError:  # it has printed what is wrong
+        status = 2
+    except BrokenPipeError:  # whoever read the output has gone: nothing can be said, least of all "right"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 2
+    except Exception:  # not a verdict: 1 means wrong, and only a judgement may say so
+        traceback.print_exc()
         status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

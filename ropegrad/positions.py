@@ -67,7 +67,10 @@ def rope_tables(
     cos, sin = (target.astype(array, dtype_in(target, dtype)) for array in made)
     if target is xp:
         return cos, sin
-    return xp.asarray(cos, device=device), xp.asarray(sin, device=device)
+    cos, sin = (xp.asarray(table, device=device) for table in (cos, sin))
+    if str(cos.dtype) != dtype:
+        raise SpecError(f"dtype={dtype!r} is switched off in this JAX: enable x64, or ask for float32")
+    return cos, sin
 
 
 def _as_float(number: Real) -> float:

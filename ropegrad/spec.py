@@ -57,6 +57,8 @@ class RopeSpec:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "seq", "head_dim", "rotary_dim"):
+            judge_size(name, getattr(self, name), optional=name in ("heads", "kv_heads"))
         judge_words(self.layout, self.pairing, self.table, self.adjoint)
         judge_dtype("dtype", self.dtype)
         judge_dtype("table_dtype", self.table_dtype)
@@ -171,6 +173,14 @@ def whole(option: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise SpecError(f"{option}={value!r} is no whole number: pass an int") from None
+
+
+def judge_size(name: str, size: object, *, optional: bool = False) -> None:
+    """SpecError unless the size is a whole number, 0 or more, or None where the side may be absent."""
+    if size is None and optional:
+        return
+    if not isinstance(size, int) or size < 0:
+        raise SpecError(f"{name}={size!r} must be a whole number, 0 or more")
 
 
 def judge_words(layout: str, pairing: str, table: str, adjoint: str) -> None:

@@ -84,3 +84,19 @@ def test_the_module_runs_like_the_command():
         [sys.executable, "-m", "ropegrad", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "0.1.0"
+
+
+@pytest.mark.parametrize("command", ["--json /dev/full", "> /dev/full", "| head -n 1"])
+def test_what_cannot_be_told_is_no_verdict(command):
+    """Status 1 says wrong, so a full disk or a reader that goes must not give it."""
+    line = f"set -o pipefail; {sys.executable} -m ropegrad verify --quick --suite qkv {command}"
+    assert subprocess.run(["bash", "-c", line], capture_output=True, check=False).returncode == 2
+
+
+def test_a_backend_that_raises_is_a_finding(monkeypatch, capsys):
+    def broken(self, spec, inputs, out):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(Portable, "qkv_rope_backward", broken)
+    assert run("verify", "--quick", "--suite", "qkv", monkeypatch=monkeypatch) == 1
+    assert "portable: raised: MemoryError: planted" in capsys.readouterr().out

@@ -75,6 +75,15 @@ def test_torch_switches_that_round_products_are_refused_not_obeyed():
         rg.qkv_rope_backward(*tensors)
 
 
+def test_out_takes_no_part_in_autograd():
+    torch = need("torch", "interop")
+    tensors = [x.clone().requires_grad_() for x in arrays(ROPE, "torch")]
+    out = tuple(torch.zeros_like(x, requires_grad=False) for x in tensors[2:])
+    for _ in range(2):
+        rg.rope_backward(*tensors, out=out, accumulate=True)
+    assert not any(x.requires_grad for x in out)
+
+
 def test_jax_products_do_not_follow_its_global_setting():
     jax = need("jax", "interop")
     right = rg.qkv_rope_backward(*arrays(QKV, "jax"))

@@ -192,7 +192,10 @@ def _deliver(
             continue
         if spec.accumulate:
             value = xp.astype(out[name], dtype_in(xp, geometry.compute), copy=False) + value
-        out[name][...] = xp.astype(value, dtype_in(xp, spec.output(need)[1]), copy=False)
+        value = xp.astype(value, dtype_in(xp, spec.output(need)[1]), copy=False)
+        out[name][...] = (
+            value.detach() if hasattr(value, "detach") else value
+        )  # out= takes no part in autograd
         delivered[name] = out[name]
     return delivered
 
@@ -213,9 +216,15 @@ def _matmul(xp: ModuleType) -> projection.Matmul:
 def _torch_rounds_products(spec: QkvSpec) -> str | None:
     torch = sys.modules["torch"]
     kind = spec.rope.device.partition(":")[0]
-    if torch.is_autocast_enabled(kind):
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         return f"torch.autocast is on for {kind} and would round the matrix products: leave it for this call"
-    allowed = torch.get_float32_matmul_precision()
+    try:
+        allowed = torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch's newer switches and this one exclude each other
+        return (
+            "torch's fp32_precision switches are set and may round the matrix products: "
+            "set them back to 'none', or use torch.set_float32_matmul_precision"
+        )
     if PRECISIONS.index(allowed) > PRECISIONS.index(spec.precision):
         return (
             f"torch.get_float32_matmul_precision() is {allowed!r} and would break "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify.case import Case
@@ -14,6 +15,9 @@ from ropegrad.verify.draws import make_case
 
 _BASE = RopeSpec(batch=2, heads=6, kv_heads=2, seq=5, head_dim=8, rotary_dim=8, table_batch=2)
 _QKV = QkvSpec(rope=replace(_BASE, needs=()), hidden_size=16)
+
+
+_WIDE: dict[str, Any] = {"head_dim": 32, "rotary_dim": 32}
 
 
 def rope_edge_cases() -> list[Case]:
@@ -65,6 +69,16 @@ def rope_edge_cases() -> list[Case]:
         _rope("long sum of bfloat16", dtype="bfloat16", table_dtype="bfloat16", heads=64, seq=3),
         _rope("float16", dtype="float16", table_dtype="float16"),
         _rope("float16 products past 65,504", dtype="float16", table_dtype="float16", values="overflow"),
+    ]
+    cases += [  # too large to be stacked and done at once: tiles, threads, sums over several of them
+        _rope("a shared table over several tiles", batch=3, heads=8, seq=300, table_batch=None, **_WIDE),
+        _rope(
+            "a shared table over the batches of one tile", batch=9, heads=8, seq=20, table_batch=1, **_WIDE
+        ),
+        _rope("several tiles of tokens", heads=40, kv_heads=8, seq=161, head_dim=128, rotary_dim=128),
+        _rope("float64 in tiles", seq=300, dtype="float64", table_dtype="float64", **_WIDE),
+        _rope("bfloat16 in tiles, added into out", seq=300, dtype="bfloat16", accumulate=True, **_WIDE),
+        _rope("half tables in tiles, adjacent pairs", seq=300, table="half", pairing="interleaved", **_WIDE),
     ]
     memories = ("transposed", "sliced", "stepped", "negative", "expanded", "misaligned", "mixed")
     cases += [_rope(f"memory: {memory}", memory=memory, values="coded") for memory in memories]

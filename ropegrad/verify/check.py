@@ -70,12 +70,26 @@ def check(case: Case, function: Function, *, measure_bits: bool = False, flushes
 
 
 def check_all(
-    case: Case, functions: Mapping[str, Function], *, measure_bits: bool = False, flushes: bool = False
+    case: Case,
+    functions: Mapping[str, Function],
+    *,
+    measure_bits: bool = False,
+    flushes: bool = False,
+    catch: bool = False,
 ) -> dict[str, Verdict]:
-    """As `check`, for several functions by name; the oracle is asked once."""
+    """As `check`, for several functions by name; the oracle is asked once.
+
+    `catch` makes a finding of what a function raises instead of passing it on.
+    """
     verdicts, outputs = {}, {}
     for name, function in functions.items():
-        verdicts[name], outputs[name] = _call(case, function)
+        try:
+            verdicts[name], outputs[name] = _call(case, function)
+        except Exception as error:
+            if not catch:
+                raise
+            raised = Finding("raised", "", f"{type(error).__name__}: {error}")
+            verdicts[name], outputs[name] = Verdict(case.name, findings=[raised]), {}
 
     parts = _parts(case, outputs)
     for seen in _map(lambda part: _judge(*part, measure_bits=measure_bits, flushes=flushes), parts):

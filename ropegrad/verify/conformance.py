@@ -102,7 +102,7 @@ def _add(row: Row, case: Case, backends: list[str], *, measure_bits: bool, into:
         name: partial(run_backend, backend=name, namespace=namespace, into=into)
         for name, namespace in namespaces.items()
     }
-    for name, verdict in check_all(case, functions, measure_bits=measure_bits).items():
+    for name, verdict in check_all(case, functions, measure_bits=measure_bits, catch=True).items():
         if namespaces[name] != "numpy":
             verdict.seconds = math.nan  # most of it was copying to the device and back
         if name in row.verdicts:
