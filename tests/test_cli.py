@@ -86,7 +86,7 @@ def test_the_module_runs_like_the_command():
     assert done.stdout.strip() == "0.1.0"
 
 
-@pytest.mark.parametrize("command", ["--json /dev/full", "> /dev/full", "| head -n 1"])
+@pytest.mark.parametrize("command", ["--json /dev/full", "> /dev/full", "| true"])
 def test_what_cannot_be_told_is_no_verdict(command):
     """Status 1 says wrong, so a full disk or a reader that goes must not give it."""
     line = f"set -o pipefail; {sys.executable} -m ropegrad verify --quick --suite qkv {command}"
