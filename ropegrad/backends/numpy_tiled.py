@@ -41,8 +41,8 @@ Run = Callable[[Task, Scratch], None]
 class NumpyTiled:
     """Tiled NumPy on `threads` threads (default: one a core that this process may use).
 
-    `cells` is the number of (batch, token) pairs of a tile; neither number changes a
-    single bit of a result. BLAS has threads of its own, and their number may change the bits of qkv's products.
+    `cells` is the number of (batch, token) pairs of a tile; neither number changes a single bit of a result.
+    BLAS has threads of its own, and their number may change bits of qkv's products.
     """
 
     threads: int | None = None
