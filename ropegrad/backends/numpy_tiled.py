@@ -1,6 +1,6 @@
 """NumPy, a tile at a time: every pass over a tile finds it in cache, and several threads share the tiles.
 
-What happens to a tile is in `numpy_tile`; here are the schedule, the threads and the matrix products.
+What happens to a tile is in `numpy_tile`, what is multiplied in `numpy_products`; here are the threads.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs, quiet
-from ropegrad.backends.numpy_products import copies, matrix, products
+from ropegrad.backends.blas import one_thread
+from ropegrad.backends.numpy_products import Product, backward, copies, matrix, settle
 from ropegrad.backends.numpy_tile import (
     NumpyArray,
     RopeBackward,
@@ -32,17 +34,17 @@ from ropegrad.tiles import Task, Tile, cores, tasks
 SMALL = 1 << 12  # channels up to which the number of NumPy calls is what costs
 _STACKED = {"grad_q_embed", "grad_k_embed", "q", "k"}
 PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
+MULTIPLY = 1 << 24  # multiplications below which it does for a matrix product
 
-
-Run = Callable[[Task, Scratch], None]
+Job = Callable[[Scratch], None]
 
 
 @dataclass(frozen=True)
 class NumpyTiled:
     """Tiled NumPy on `threads` threads (default: one a core that this process may use).
 
-    `cells` is the number of (batch, token) pairs of a tile; neither number changes a single bit of a result.
-    BLAS has threads of its own, and their number may change bits of qkv's products.
+    `cells` is the number of (batch, token) pairs of a tile; neither number changes a single bit of a result,
+    nor does the number of BLAS's threads: products are cut into blocks, and BLAS multiplies each on one.
     """
 
     threads: int | None = None
@@ -78,13 +80,20 @@ class NumpyTiled:
         if not schedule and not spec.accumulate:
             for array in results.values():
                 array[...] = 0
-        self._run(spec, schedule, kernel.run)
+        self._run(spec, [partial(kernel.run, task) for task in schedule])
         return results
 
     @quiet
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of the projections and RoPE; see `ropegrad.qkv_rope_backward`."""
-        return products(spec, inputs, self._packed_gradients(spec, inputs), out or {})
+        blocks, out = self._packed_gradients(spec, inputs), out or {}
+        products = backward(spec, inputs, blocks, out)
+        self._multiply(spec, list(products.values()))
+        results = {name: product.c for name, product in products.items()}
+        for part in "qkv":
+            if f"{part}_bias" in spec.needs:
+                results[f"grad_{part}_bias"] = blocks[part].sum(axis=0)
+        return {name: settle(spec, name, value, out.get(name)) for name, value in results.items()}
 
     @quiet
     def rope(self, spec: RopeSpec, inputs: Inputs) -> Outputs:
@@ -92,7 +101,9 @@ class NumpyTiled:
         results = {}
         for side in spec.needs:
             results[f"{side}_embed"] = np.empty(spec.output(side)[0], numpy_dtype(spec.dtype))
-            self._rotate_all(spec, inputs, inputs[side], results[f"{side}_embed"], forward=True)
+            self._run(
+                spec, self._rotations(spec, inputs, inputs[side], results[f"{side}_embed"], forward=True)
+            )
         return results
 
     @quiet
@@ -102,7 +113,9 @@ class NumpyTiled:
         hidden = matrix(inputs["hidden_states"], compute)
         results = {}
         for part, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            product = hidden @ matrix(inputs[f"{part}_weight"], compute).T
+            weight = matrix(inputs[f"{part}_weight"], compute).T
+            product = np.empty((hidden.shape[0], weight.shape[1]), compute)
+            self._multiply(spec, [Product(hidden, weight, product)])
             if f"{part}_bias" in inputs:
                 product += inputs[f"{part}_bias"].astype(compute)
             heads = (geometry.heads if part == "q" else geometry.kv_heads) or 0
@@ -112,18 +125,17 @@ class NumpyTiled:
             if part == "v":
                 np.copyto(results[name], projected, casting="same_kind")
             else:
-                self._rotate_all(geometry, inputs, projected, results[name], forward=True)
+                jobs = self._rotations(geometry, inputs, projected, results[name], forward=True)
+                self._run(geometry, jobs)
         return results
 
     def _packed_gradients(self, spec: QkvSpec, inputs: Inputs) -> dict[str, NumpyArray]:
-        """dQ, dK, dV as column blocks of one matrix [tokens, ·], each also under its own name.
-
-        On one thread: BLAS's own spin for a while after a product, and a second thread would wait for them.
-        """
+        """dQ, dK, dV as column blocks of one matrix [tokens, ·], each also under its own name."""
         geometry, compute = spec.rope, numpy_dtype(spec.rope.compute)
         parts = [p for p in "qkv" if {"hidden_states", f"{p}_weight", f"{p}_bias"} & set(spec.needs)]
         packed = np.empty((spec.tokens, sum(map(spec.rows, parts))), compute)
         blocks, start = {"packed": packed}, 0
+        jobs: list[Job] = []
         for part in parts:
             block = packed[:, start : start + spec.rows(part)]
             start += spec.rows(part)
@@ -132,23 +144,17 @@ class NumpyTiled:
             view = axes.from_rows(np, block, shape, geometry.layout)
             grad = inputs[{"q": "grad_query", "k": "grad_key", "v": "grad_value"}[part]]
             if part == "v":
-                np.copyto(view, grad)
+                jobs.append(partial(_copy, view, grad))
             else:
-                self._rotate_all(geometry, inputs, grad, view, forward=False, alone=True)
+                jobs += self._rotations(geometry, inputs, grad, view, forward=False)
             blocks[part] = block
+        self._run(geometry, jobs)
         return blocks
 
-    def _rotate_all(
-        self,
-        spec: RopeSpec,
-        inputs: Inputs,
-        x: NumpyArray,
-        y: NumpyArray,
-        *,
-        forward: bool,
-        alone: bool = False,
-    ) -> None:
-        """Rotate x into y, forward or back, both in the caller's layout; `alone`: on one thread."""
+    def _rotations(
+        self, spec: RopeSpec, inputs: Inputs, x: NumpyArray, y: NumpyArray, *, forward: bool
+    ) -> list[Job]:
+        """What rotates x into y, forward or back, both in the caller's layout."""
         source, target = (axes.to_bhsd(np, array, spec.layout) for array in (x, y))
         tables = Tables(spec, inputs, forward=forward)
 
@@ -158,19 +164,17 @@ class NumpyTiled:
                 g = rows(part[..., : spec.rotary_dim], "g", scratch)
                 rotate(g, swap(g, spec.pairing, scratch), *tables.of(tile), into, part, scratch)
 
-        if alone:
-            _share(spec, deque(tasks(spec, self.cells)), run)
-        else:
-            self._run(spec, self._schedule(spec), run)
+        return [partial(run, task) for task in self._schedule(spec)]
 
-    def _run(self, spec: RopeSpec, schedule: list[Task], run: Run) -> None:
-        workers = self._workers(spec, schedule)
-        if workers <= 1:
-            _share(spec, deque(schedule), run)
-            return
-        waiting = deque(schedule)
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(lambda _: _share(spec, waiting, run), range(workers)))
+    def _multiply(self, spec: QkvSpec, products: list[Product]) -> None:
+        """All the products, block by block, each block by BLAS on one thread."""
+        jobs: list[Job] = [partial(_block, block) for product in products for block in product.blocks()]
+        work = sum(product.c.size * product.a.shape[1] for product in products)
+        with one_thread():  # from the first block to the last; its workers may come and go
+            _share(spec.rope, jobs, self.threads or (1 if work < MULTIPLY else cores()))
+
+    def _run(self, spec: RopeSpec, jobs: list[Job]) -> None:
+        _share(spec, jobs, self._limit(spec))
 
     def _schedule(self, spec: RopeSpec) -> list[Task]:
         return tasks(spec, self.cells, self._limit(spec))
@@ -186,16 +190,35 @@ def _channels(spec: RopeSpec) -> int:
     return spec.batch * spec.seq * ((spec.heads or 0) + (spec.kv_heads or 0)) * spec.head_dim
 
 
+def _share(spec: RopeSpec, jobs: list[Job], threads: int) -> None:
+    """Do the jobs, whoever is free the next that waits."""
+    waiting, workers = deque(jobs), min(threads, len(jobs))
+    if workers <= 1:
+        _work(spec, waiting)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda _: _work(spec, waiting), range(workers)))
+
+
 @quiet  # a new thread starts with NumPy's own settings
-def _share(spec: RopeSpec, waiting: deque[Task], run: Run) -> None:
-    """One worker's tasks: the next that waits, until none does."""
+def _work(spec: RopeSpec, waiting: deque[Job]) -> None:
+    """One worker's jobs."""
     scratch = Scratch(numpy_dtype(spec.compute))
     while True:
         try:
-            task = waiting.popleft()
+            job = waiting.popleft()
         except IndexError:
             return
-        run(task, scratch)
+        job(scratch)
+
+
+def _copy(target: NumpyArray, source: NumpyArray, scratch: Scratch) -> None:
+    np.copyto(target, source)
+
+
+def _block(product: Product, scratch: Scratch) -> None:
+    with one_thread():  # where the number is a thread's own
+        product.multiply()
 
 
 def _allocate(spec: RopeSpec | QkvSpec) -> Outputs:
