@@ -6,15 +6,14 @@ because CuPy compiles every kernel with -ftz=true, which would flush float32 sub
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.cublas import PEDANTIC_32F, PEDANTIC_64F, multiply
 from ropegrad.maths import layout as axes
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -373,53 +372,7 @@ def _packed_gradients(spec: QkvSpec, inputs: Inputs) -> dict[str, Array]:
 
 
 def _gemm(a: Array, b: Array) -> Array:
-    """A·B of two matrices, by cuBLAS in pedantic IEEE arithmetic: no environment variable makes it TF32.
-
-    cupy.matmul follows CUPY_TF32; cuBLAS's other modes follow NVIDIA_TF32_OVERRIDE and emulation switches.
-    cuBLAS is called directly because CuPy refuses while a CUDA graph is captured.
-    """
-    from cupy.cuda import device, get_current_stream, runtime
-
-    m, k = a.shape
-    n = b.shape[1]
-    c = _cupy().zeros((m, n), a.dtype)
-    if not (m and n and k):
-        return c
-    double = a.dtype.itemsize == 8
-    scalar = ctypes.c_double if double else ctypes.c_float
-    kind = runtime.CUDA_R_64F if double else runtime.CUDA_R_32F
-    mode = _PEDANTIC_64F if double else _PEDANTIC_32F
-    (b, transpose_b, ldb), (a, transpose_a, lda) = _operand(b), _operand(a)
-    library, handle = _cublas(), ctypes.c_void_p(device.get_cublas_handle())
-    statuses = (
-        library.cublasSetStream_v2(handle, ctypes.c_void_p(get_current_stream().ptr)),
-        library.cublasGemmEx_64(  # column-major: Cᵀ = Bᵀ·Aᵀ
-            handle, transpose_b, transpose_a, *map(ctypes.c_int64, (n, m, k)), ctypes.byref(scalar(1)),
-            ctypes.c_void_p(b.data.ptr), kind, ctypes.c_int64(ldb),
-            ctypes.c_void_p(a.data.ptr), kind, ctypes.c_int64(lda), ctypes.byref(scalar(0)),
-            ctypes.c_void_p(c.data.ptr), kind, ctypes.c_int64(n), mode, -1,
-        ),
-    )  # fmt: skip
-    if any(statuses):
-        raise RuntimeError(f"cuBLAS refused a product {m} x {k} x {n}: status {max(statuses)}")
+    """A·B of two matrices in IEEE arithmetic. (cupy.matmul follows CUPY_TF32, and cannot be captured.)"""
+    c = _cupy().empty((a.shape[0], b.shape[1]), a.dtype)
+    multiply(a, b, c, PEDANTIC_64F if a.dtype.itemsize == 8 else PEDANTIC_32F)
     return c
-
-
-_PEDANTIC_32F, _PEDANTIC_64F = 69, 71  # CUBLAS_COMPUTE_32F_PEDANTIC, CUBLAS_COMPUTE_64F_PEDANTIC
-
-
-@functools.cache
-def _cublas() -> ctypes.CDLL:
-    """The library that CuPy has loaded."""
-    major = _cupy().cuda.runtime.runtimeGetVersion() // 1000
-    return ctypes.CDLL(f"cublas64_{major}.dll" if sys.platform == "win32" else f"libcublas.so.{major}")
-
-
-def _operand(x: Array) -> tuple[Array, int, int]:
-    """A matrix that BLAS can read, whether it is transposed to row-major, and its leading dimension."""
-    (rows, columns), (down, across) = x.shape, (step // x.itemsize for step in x.strides)
-    if across == 1 and down >= columns:
-        return x, 0, down
-    if down == 1 and across >= rows:
-        return x, 1, across
-    return _cupy().ascontiguousarray(x), 0, columns

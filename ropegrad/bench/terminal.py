@@ -10,7 +10,8 @@ from rich.table import Table
 from ropegrad import records
 from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.bench.datasheet import DATASHEETS
-from ropegrad.bench.limits import ceilings, measure_limits, start
+from ropegrad.bench.limits import ceilings, measure_limits
+from ropegrad.bench.run import start
 from ropegrad.records import Record
 
 
