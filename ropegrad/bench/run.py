@@ -33,11 +33,12 @@ def digest(backend: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """One run on one device. `commit` is the code's."""
+    """One run on one device. `commit` is the code's, `command` what makes the same records again."""
 
     device: devices.Device
     versions: dict[str, str]
     commit: str
+    command: str = "ropegrad limits"
 
     def record(
         self,
@@ -61,7 +62,7 @@ class Run:
         return Record(
             op=op, case=case, backend=backend, protocol=timing.protocol,
             device=self.device.name, driver=self.device.driver, clocks=self.device.clocks(),
-            versions=self.versions, commit=self.commit, digest=digest(backend), command=records.command(),
+            versions=self.versions, commit=self.commit, digest=digest(backend), command=self.command,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(), note=timing.note,
             floor_us=max(floors.values()) if floors else None, error_over_bound=dict(error), **times, **facts,
         )  # fmt: skip
@@ -77,6 +78,7 @@ class Run:
         )  # fmt: skip
 
 
-def start(commit: str | None = None) -> Run:
-    """Facts about here and now. commit: where git cannot tell."""
-    return Run(devices.current(), devices.versions(), commit or records.commit())
+def start(commit: str | None = None, command: str | None = None) -> Run:
+    """Facts about here and now. commit: where git cannot tell; command: where it is not `ropegrad …`."""
+    here = command or records.command()
+    return Run(devices.current(), devices.versions(), commit or records.commit(), here)
