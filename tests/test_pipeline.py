@@ -28,7 +28,7 @@ def test_pipeline():
     captured, plain = {}, {}
     (block,) = (text for text in blocks() if "cupy" in text)
     exec(block, captured)
-    again = block.replace("stream.begin_capture()\n    step()\n", "")
+    again = block.replace("    stream.begin_capture()\n    step()\n", "")
     again = again.replace("stream.end_capture()", "None").replace("graph.launch(stream)", "step()")
     assert "capture" not in again
     exec(again, plain)

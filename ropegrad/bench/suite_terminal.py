@@ -59,28 +59,47 @@ def kept(path: Path) -> list[Record]:
 
 
 def show(console: Console, found: list[Record]) -> None:
-    """A row a case and protocol: the ceiling, each contender's median, ratio of the first to the ceiling."""
+    """A row a case and protocol: the ceiling, each backend of ours and its ratio to that, PyTorch."""
     for protocol in dict.fromkeys(record.protocol for record in found):
         here = [record for record in found if record.protocol == protocol]
-        names = list(dict.fromkeys(r.options["contender"] for r in here if r.op not in CEILINGS))
-        first = here[0]
+        mine = list(dict.fromkeys(r.backend for r in here if r.op not in CEILINGS and r.backend != "torch"))
+        torch = ("eager", "compile", "best") if any(r.backend == "torch" for r in here) else ()
         console.print(
-            f"\n{first.device}, driver {first.driver}, {protocol}, median µs; ceiling: the faster of "
-            "copy and stream at the same bytes (rope), cuBLAS's bare products in IEEE float32 (qkv)"
+            f"\n{here[0].device}, driver {here[0].driver}, {protocol}, median µs. Ceiling: the faster of "
+            "copy and stream at the same bytes (rope), cuBLAS's bare products in IEEE float32 (qkv). "
+            "torch: the reference formula eager and compiled, the best compiled formula."
         )
-        table = columns("", "case", "ceiling", *names, "ratio to ceiling", left=2)
+        headings = [heading for name in mine for heading in (name, "ratio")]
+        table = columns("", "case", "ceiling", *headings, *(f"torch {name}" for name in torch), left=2)
         for case in dict.fromkeys(record.case for record in here):
             rows = [record for record in here if record.case == case]
-            ceiling = ceiling_us(rows)
-            times = {r.options["contender"]: r.median_us for r in rows if r.op not in CEILINGS}
             right = all(record.passed and not record.invalid for record in rows)
-            cells = [f"{us:.1f}" if (us := times.get(name)) else "-" for name in names]
-            best = times.get(names[0])
-            ratio = f"{best / ceiling:.2f}" if best and ceiling else "-"
-            limit = f"{ceiling:.1f}" if ceiling else "-"
+            ceiling, times = ceiling_us(rows), torch_us(rows)
+            cells = [_us(ceiling)]
+            for name in mine:
+                us = next((r.median_us for r in rows if r.backend == name and r.op not in CEILINGS), None)
+                cells += [_us(us), f"{us / ceiling:.2f}" if us and ceiling else "-"]
+            cells += [_us(times.get(name)) for name in torch]
             style = "green" if right else "bold red"
-            table.add_row("ok" if right else "NO", case.replace("=", ""), limit, *cells, ratio, style=style)
+            table.add_row("ok" if right else "NO", case.replace("=", ""), *cells, style=style)
         console.print(table)
+
+
+def torch_us(rows: Sequence[Record]) -> dict[str, float]:
+    """PyTorch's medians of a case: "eager" and "compile" of the reference formula, "best" compiled."""
+    times = {
+        (r.options["compiled"], r.options["formula"]): r.median_us
+        for r in rows
+        if r.backend == "torch" and r.median_us is not None
+    }
+    compiled = [us for (is_compiled, _), us in times.items() if is_compiled]
+    found = {"eager": times.get((False, "reference")), "compile": times.get((True, "reference"))}
+    found["best"] = min(compiled, default=None)
+    return {name: us for name, us in found.items() if us is not None}
+
+
+def _us(us: float | None) -> str:
+    return "-" if us is None else f"{us:.1f}"
 
 
 def ceiling_us(rows: Sequence[Record]) -> float | None:
