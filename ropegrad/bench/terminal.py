@@ -52,7 +52,11 @@ def _show_datasheets(console: Console) -> None:
     table = columns("device", "TB/s", "fp32", "tf32", "fp16", "L2")
     for sheet in DATASHEETS:
         rates = (sheet.bandwidth, sheet.fp32, sheet.tf32, sheet.fp16)
-        table.add_row(sheet.name, *(f"{rate / 1e12:g}" for rate in rates), f"{sheet.l2 / 2**20:g}")
+        table.add_row(
+            sheet.name,
+            *(f"{rate / 1e12:g}" for rate in rates),
+            "-" if sheet.l2 is None else f"{sheet.l2 / 2**20:g}",
+        )
     console.print(table)
     for sheet in DATASHEETS:
         console.print(f"{sheet.name}: {sheet.source}", style="dim", highlight=False)
