@@ -1,0 +1,351 @@
+// Runs a launch: block after block, each CUDA thread a fiber that runs until it waits for others or ends.
+#include <link.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "include/runtime.h"
+#include "include/vectors.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace {
+
+constexpr size_t STACK = 128 << 10;
+constexpr int MOST_THREADS = 1024, LARGEST = 16;  // bytes that a lane can hand to another
+enum State { READY, AT_BARRIER, AT_WARP, ENDED };
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf jump;
+    bool begun;
+    State state;
+    int place, line;                      // of the barrier that it waits at
+    unsigned mask;                        // lanes that it waits for
+    bool vote;                            // what it tells those lanes,
+    unsigned char value[LARGEST];
+    int source;                           // the lane that it asks, and what it hears when all have come
+    unsigned char result[LARGEST];
+    unsigned votes;
+};
+
+struct Image { uintptr_t begin, end; char* thread_begin; size_t thread_size; };  // of the program itself
+
+struct Machine {
+    Image image;
+    Fiber* fibers;                        // fibers and stacks are kept from launch to launch
+    char* stacks;
+    const shim::Launch* launch;
+    const shim::Kernel* kernel;
+    int current, threads;
+    jmp_buf home;
+    bool inside;                          // a fiber runs
+    std::vector<shim::Region> regions;
+    const shim::Region* last;             // where the access before this one was
+    void* shared;
+    uintptr_t site;                       // in the program, from its start
+    char message[512];
+} machine;
+
+int resume(int i) {
+    Fiber& fiber = machine.fibers[i];
+    const unsigned x = machine.launch->block[0], y = machine.launch->block[1];
+    threadIdx = {i % x, i / x % y, i / (x * y)};
+    machine.current = i;
+    if (const int how = _setjmp(machine.home)) {
+        machine.inside = false;
+        return how;
+    }
+    machine.inside = true;
+    if (fiber.begun) _longjmp(fiber.jump, 1);
+    fiber.begun = true;
+    setcontext(&fiber.start);
+    abort();
+}
+
+void wait(State state) {
+    Fiber& fiber = machine.fibers[machine.current];
+    fiber.state = state;
+    if (!_setjmp(fiber.jump)) _longjmp(machine.home, 1);
+}
+
+void live() {  // a fiber serves one thread index of every block of every launch
+    for (;;) {
+        machine.kernel->call(machine.launch->arguments);
+        wait(ENDED);
+    }
+}
+
+void begin(int i) {
+    Fiber& fiber = machine.fibers[i];
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = machine.stacks + i * STACK;
+    fiber.start.uc_stack.ss_size = STACK;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, live, 0);
+    fiber.begun = false;
+}
+
+bool problem(const char* format, ...) {
+    va_list rest;
+    va_start(rest, format);
+    vsnprintf(machine.message, sizeof machine.message, format, rest);
+    va_end(rest);
+    return false;
+}
+
+// Everybody in `group`, lanes of a warp, hears from the others and goes on.
+void release(Fiber* warp, unsigned group) {
+    unsigned votes = 0;
+    for (int i = 0; i < shim::WARP; ++i) votes |= unsigned(group >> i & 1 && warp[i].vote) << i;
+    for (int i = 0; i < shim::WARP; ++i) {
+        if (!(group >> i & 1)) continue;
+        Fiber& fiber = warp[i];
+        fiber.votes = votes;
+        if (group >> fiber.source & 1) std::memcpy(fiber.result, warp[fiber.source].value, LARGEST);
+        else std::memset(fiber.result, 0xff, LARGEST);  // undefined on a GPU
+        fiber.state = READY;
+    }
+}
+
+// Lanes whose whole mask waits with the same mask go on; what has ended counts as having come.
+bool release_lanes() {
+    bool released = false;
+    for (int i = 0; i < machine.threads; ++i) {
+        if (machine.fibers[i].state != AT_WARP) continue;
+        Fiber* warp = &machine.fibers[i & ~(shim::WARP - 1)];
+        const unsigned mask = machine.fibers[i].mask;
+        const int lanes = std::min<int>(shim::WARP, machine.fibers + machine.threads - warp);
+        unsigned group = 0, missing = 0;
+        for (int j = 0; j < lanes; ++j) {
+            if (!(mask >> j & 1) || warp[j].state == ENDED) continue;
+            (warp[j].state == AT_WARP && warp[j].mask == mask ? group : missing) |= 1u << j;
+        }
+        if (missing) continue;
+        release(warp, group);
+        released = true;
+    }
+    return released;
+}
+
+bool release_barrier() {
+    int first = -1;
+    for (int i = 0; i < machine.threads; ++i) {
+        const Fiber& fiber = machine.fibers[i];
+        if (fiber.state == ENDED) continue;
+        if (fiber.state == AT_WARP)
+            return problem("divergent: thread %d waits for lanes %#x of its warp, which never come", i, fiber.mask);
+        if (first >= 0 && fiber.place != machine.fibers[first].place)
+            return problem("divergent barrier: thread %d waits at line %d, thread %d at line %d", first,
+                           machine.fibers[first].line, i, fiber.line);
+        first = first < 0 ? i : first;
+    }
+    for (int i = 0; i < machine.threads; ++i) {
+        Fiber& fiber = machine.fibers[i];
+        if (fiber.state == ENDED)
+            return problem("divergent barrier: thread %d waits at line %d, thread %d has returned", first,
+                           machine.fibers[first].line, i);
+        fiber.state = READY;
+    }
+    return true;
+}
+
+bool run_block(const std::vector<int>& order) {
+    for (int i : order) machine.fibers[i].state = READY;
+    for (;;) {
+        bool ran = false, ended = true;
+        for (int i : order) {
+            if (machine.fibers[i].state == READY) {
+                ran = true;
+                if (resume(i) == 2) return false;
+            }
+            ended &= machine.fibers[i].state == ENDED;
+        }
+        if (ended) return true;
+        if (!ran && !release_lanes() && !release_barrier()) return false;
+    }
+}
+
+std::vector<int> ordered(size_t count, unsigned order) {
+    std::vector<int> result(count);
+    std::iota(result.begin(), result.end(), 0);
+    if (order == 1) std::reverse(result.begin(), result.end());
+    for (size_t i = count; order > 1 && i > 1; --i) {
+        order = order * 1664525u + 1013904223u;
+        if (order < 2) order += 2;
+        std::swap(result[i - 1], result[(order >> 8) % i]);
+    }
+    return result;
+}
+
+int find_image(dl_phdr_info* info, size_t, void* result) {
+    const auto own = uintptr_t(&machine);
+    Image image = {~uintptr_t(0), 0, nullptr, 0};
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+        const auto& part = info->dlpi_phdr[i];
+        if (part.p_type == PT_LOAD) {
+            image.begin = std::min(image.begin, uintptr_t(info->dlpi_addr + part.p_vaddr));
+            image.end = std::max(image.end, uintptr_t(info->dlpi_addr + part.p_vaddr + part.p_memsz));
+        } else if (part.p_type == PT_TLS) {
+            image.thread_begin = static_cast<char*>(info->dlpi_tls_data);
+            image.thread_size = part.p_memsz;
+        }
+    }
+    if (own < image.begin || own >= image.end) return 0;
+    *static_cast<Image*>(result) = image;
+    return 1;
+}
+
+void map_fibers() {
+    if (machine.fibers) return;
+    machine.fibers = static_cast<Fiber*>(calloc(MOST_THREADS, sizeof(Fiber)));
+    machine.stacks = static_cast<char*>(mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE,
+                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    for (int i = 0; i < MOST_THREADS; ++i) begin(i);
+}
+
+bool acceptable(const shim::Launch& launch) {
+    const size_t threads = size_t(launch.block[0]) * launch.block[1] * launch.block[2];
+    const size_t blocks = size_t(launch.grid[0]) * launch.grid[1] * launch.grid[2];
+    if (!threads || threads > MOST_THREADS) return problem("%zu threads a block: 1 to %d", threads, MOST_THREADS);
+    if (!blocks) return problem("an empty grid");
+    if (launch.count != machine.kernel->count)
+        return problem("%d arguments, the kernel takes %d", launch.count, machine.kernel->count);
+    for (int i = 0; i < launch.count; ++i)
+        if (launch.sizes[i] != machine.kernel->sizes[i])
+            return problem("argument %d has %zu bytes, the kernel takes %zu", i, launch.sizes[i],
+                           machine.kernel->sizes[i]);
+    machine.threads = int(threads);
+    return true;
+}
+
+bool run(const shim::Launch& launch) {
+    shim_touch_thread_storage();
+    Image& image = machine.image;
+    dl_iterate_phdr(find_image, &image);
+    machine.regions.assign(launch.regions, launch.regions + launch.region_count);
+    machine.regions.push_back({image.begin, image.end, shim::OWN, 1});
+    const auto shared = uintptr_t(machine.shared), threads = uintptr_t(image.thread_begin);
+    machine.regions.push_back({shared, shared + launch.shared, shim::DYNAMIC_SHARED, 1});
+    machine.regions.push_back({threads, threads + image.thread_size, shim::OWN, 1});
+    machine.last = &machine.regions.back();
+    blockDim = {launch.block[0], launch.block[1], launch.block[2]};
+    gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
+    const auto order = ordered(machine.threads, launch.order);
+    for (unsigned i : ordered(size_t(gridDim.x) * gridDim.y * gridDim.z, launch.order)) {
+        blockIdx = {i % gridDim.x, i / gridDim.x % gridDim.y, i / (gridDim.x * gridDim.y)};
+        std::memset(machine.shared, 0xff, launch.shared);  // NaN, and -1
+        std::memset(image.thread_begin, 0xff, image.thread_size);
+        if (!run_block(order)) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+namespace shim {
+
+bool running() { return machine.inside; }
+int lane() { return machine.current & (WARP - 1); }
+void* shared_memory() { return machine.shared; }
+
+void barrier(int place, int line) {
+    Fiber& fiber = machine.fibers[machine.current];
+    fiber.place = place;
+    fiber.line = line;
+    wait(AT_BARRIER);
+}
+
+void warp_barrier(unsigned mask) {
+    if (!(mask >> lane() & 1)) fail(0, "lane %d waits for lanes %#x, which leave it out", lane(), mask);
+    machine.fibers[machine.current].mask = mask;
+    wait(AT_WARP);
+}
+
+void exchange(unsigned mask, const void* value, size_t size, int source, void* result) {
+    if (size > LARGEST) fail(0, "%zu bytes in a shuffle: at most %d", size, LARGEST);
+    Fiber& fiber = machine.fibers[machine.current];
+    std::memcpy(fiber.value, value, size);
+    fiber.source = source;
+    warp_barrier(mask);
+    std::memcpy(result, fiber.result, size);
+}
+
+unsigned ballot(unsigned mask, bool vote) {
+    Fiber& fiber = machine.fibers[machine.current];
+    fiber.vote = vote;
+    warp_barrier(mask);
+    return fiber.votes;
+}
+
+void fail(uintptr_t site, const char* format, ...) {
+    char what[384];
+    va_list rest;
+    va_start(rest, format);
+    vsnprintf(what, sizeof what, format, rest);
+    va_end(rest);
+    problem("%s (block %u,%u,%u thread %u,%u,%u)", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
+            threadIdx.y, threadIdx.z);
+    machine.site = site ? site - machine.image.begin : 0;
+    if (!machine.inside) abort();
+    _longjmp(machine.home, 2);
+}
+
+[[noreturn]] static void outside(uintptr_t address, size_t size, bool store, uintptr_t site, const Region& near) {
+    char name[32] = "dynamic shared memory";
+    if (near.array >= 0) snprintf(name, sizeof name, "array %d", near.array);
+    const bool within = address >= near.begin && address + size <= near.end;
+    fail(site, "%s %zu bytes at byte %ld of %s, which has %ld bytes%s", store ? "writes" : "reads", size,
+         long(address - near.begin), name, long(near.end - near.begin), within ? " and is read-only" : "");
+}
+
+void check(uintptr_t address, size_t size, bool store, uintptr_t site) {
+    const auto fits = [=](const Region& region) {
+        return address >= region.begin && address + size <= region.end && (region.writable || !store);
+    };
+    const auto stack = uintptr_t(machine.stacks + machine.current * STACK);
+    if (!machine.inside || fits(*machine.last) || fits({stack, stack + STACK, OWN, 1})) return;
+    const Region* nearest = nullptr;
+    long closest = 0;
+    for (const Region& region : machine.regions) {
+        if (fits(region)) {
+            machine.last = &region;
+            return;
+        }
+        const long past = long(address + size - region.end), before = long(region.begin - address);
+        const long away = std::max({0l, past, before});
+        if (region.array == OWN || (nearest && away >= closest)) continue;
+        nearest = &region;
+        closest = away;
+    }
+    outside(address, size, store, site, *nearest);
+}
+
+}  // namespace shim
+
+// Runs a launch to its end or its first fault, of which it returns the text; `site` is then the place in the
+// program, as an offset, or 0.
+extern "C" const char* shim_launch(int kernel, const shim::Launch* launch, uintptr_t* site) {
+    map_fibers();
+    machine.launch = launch;
+    machine.kernel = &shim_kernels[kernel];
+    machine.site = 0;
+    machine.inside = false;
+    if (!acceptable(*launch)) return machine.message;
+    machine.shared = aligned_alloc(1024, (launch->shared + 1024) / 1024 * 1024);
+    const bool right = run(*launch);
+    free(machine.shared);
+    if (right) return nullptr;
+    for (int i = 0; i < MOST_THREADS; ++i) begin(i);  // those that were left in the middle
+    *site = machine.site;
+    return machine.message;
+}
