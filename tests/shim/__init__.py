@@ -19,6 +19,7 @@ functions with another body under `#ifdef ROPEGRAD_ON_CPU`. Not here: blocks tha
 asynchronous copies, mbarrier, wgmma, arithmetic on half and bfloat16 (convert to float).
 """
 
+from shim.arrays import apart, empty, reserve
 from shim.module import Fault, Kernel, RawModule
 
-__all__ = ["Fault", "Kernel", "RawModule"]
+__all__ = ["Fault", "Kernel", "RawModule", "apart", "empty", "reserve"]

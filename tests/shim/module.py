@@ -163,7 +163,7 @@ def build(text: str, names: Sequence[str], flags: Sequence[str], file: str) -> P
     def compile_program(made: Path) -> None:
         source = made.with_suffix(".cpp")
         source.write_text(program, encoding="utf-8")
-        objects = [str(_runtime(part)) for part in ("runtime", "sanitizers")]
+        objects = [str(_runtime(part)) for part in ("runtime", "memory", "sanitizers")]
         _run(
             "g++", *_FLAGS, *_KERNEL_FLAGS, *flags, include, "-shared", str(source), *objects, "-o", str(made)
         )

@@ -1,5 +1,4 @@
 // Runs a launch: block after block, each CUDA thread a fiber that runs until it waits for others or ends.
-#include <link.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -12,8 +11,8 @@
 #include <numeric>
 #include <vector>
 
-#include "include/runtime.h"
 #include "include/vectors.h"
+#include "internal.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -38,10 +37,7 @@ struct Fiber {
     unsigned votes;
 };
 
-struct Image { uintptr_t begin, end; char* thread_begin; size_t thread_size; };  // of the program itself
-
 struct Machine {
-    Image image;
     Fiber* fibers;                        // fibers and stacks are kept from launch to launch
     char* stacks;
     const shim::Launch* launch;
@@ -49,9 +45,6 @@ struct Machine {
     int current, threads;
     jmp_buf home;
     bool inside;                          // a fiber runs
-    std::vector<shim::Region> regions;
-    const shim::Region* last;             // where the access before this one was
-    void* shared;
     uintptr_t site;                       // in the program, from its start
     char message[512];
 } machine;
@@ -187,24 +180,6 @@ std::vector<int> ordered(size_t count, unsigned order) {
     return result;
 }
 
-int find_image(dl_phdr_info* info, size_t, void* result) {
-    const auto own = uintptr_t(&machine);
-    Image image = {~uintptr_t(0), 0, nullptr, 0};
-    for (int i = 0; i < info->dlpi_phnum; ++i) {
-        const auto& part = info->dlpi_phdr[i];
-        if (part.p_type == PT_LOAD) {
-            image.begin = std::min(image.begin, uintptr_t(info->dlpi_addr + part.p_vaddr));
-            image.end = std::max(image.end, uintptr_t(info->dlpi_addr + part.p_vaddr + part.p_memsz));
-        } else if (part.p_type == PT_TLS) {
-            image.thread_begin = static_cast<char*>(info->dlpi_tls_data);
-            image.thread_size = part.p_memsz;
-        }
-    }
-    if (own < image.begin || own >= image.end) return 0;
-    *static_cast<Image*>(result) = image;
-    return 1;
-}
-
 void map_fibers() {
     if (machine.fibers) return;
     machine.fibers = static_cast<Fiber*>(calloc(MOST_THREADS, sizeof(Fiber)));
@@ -229,22 +204,12 @@ bool acceptable(const shim::Launch& launch) {
 }
 
 bool run(const shim::Launch& launch) {
-    shim_touch_thread_storage();
-    Image& image = machine.image;
-    dl_iterate_phdr(find_image, &image);
-    machine.regions.assign(launch.regions, launch.regions + launch.region_count);
-    machine.regions.push_back({image.begin, image.end, shim::OWN, 1});
-    const auto shared = uintptr_t(machine.shared), threads = uintptr_t(image.thread_begin);
-    machine.regions.push_back({shared, shared + launch.shared, shim::DYNAMIC_SHARED, 1});
-    machine.regions.push_back({threads, threads + image.thread_size, shim::OWN, 1});
-    machine.last = &machine.regions.back();
     blockDim = {launch.block[0], launch.block[1], launch.block[2]};
     gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
     const auto order = ordered(machine.threads, launch.order);
     for (unsigned i : ordered(size_t(gridDim.x) * gridDim.y * gridDim.z, launch.order)) {
         blockIdx = {i % gridDim.x, i / gridDim.x % gridDim.y, i / (gridDim.x * gridDim.y)};
-        std::memset(machine.shared, 0xff, launch.shared);  // NaN, and -1
-        std::memset(image.thread_begin, 0xff, image.thread_size);
+        shim::spoil_shared_memory();
         if (!run_block(order)) return false;
     }
     return true;
@@ -256,7 +221,10 @@ namespace shim {
 
 bool running() { return machine.inside; }
 int lane() { return machine.current & (WARP - 1); }
-void* shared_memory() { return machine.shared; }
+Region stack() {
+    const auto begin = uintptr_t(machine.stacks + machine.current * STACK);
+    return {begin, begin + STACK, OWN, 1};
+}
 
 void barrier(int place, int line) {
     Fiber& fiber = machine.fibers[machine.current];
@@ -295,39 +263,9 @@ void fail(uintptr_t site, const char* format, ...) {
     va_end(rest);
     problem("%s (block %u,%u,%u thread %u,%u,%u)", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
             threadIdx.y, threadIdx.z);
-    machine.site = site ? site - machine.image.begin : 0;
+    machine.site = offset_in_program(site);
     if (!machine.inside) abort();
     _longjmp(machine.home, 2);
-}
-
-[[noreturn]] static void outside(uintptr_t address, size_t size, bool store, uintptr_t site, const Region& near) {
-    char name[32] = "dynamic shared memory";
-    if (near.array >= 0) snprintf(name, sizeof name, "array %d", near.array);
-    const bool within = address >= near.begin && address + size <= near.end;
-    fail(site, "%s %zu bytes at byte %ld of %s, which has %ld bytes%s", store ? "writes" : "reads", size,
-         long(address - near.begin), name, long(near.end - near.begin), within ? " and is read-only" : "");
-}
-
-void check(uintptr_t address, size_t size, bool store, uintptr_t site) {
-    const auto fits = [=](const Region& region) {
-        return address >= region.begin && address + size <= region.end && (region.writable || !store);
-    };
-    const auto stack = uintptr_t(machine.stacks + machine.current * STACK);
-    if (!machine.inside || fits(*machine.last) || fits({stack, stack + STACK, OWN, 1})) return;
-    const Region* nearest = nullptr;
-    long closest = 0;
-    for (const Region& region : machine.regions) {
-        if (fits(region)) {
-            machine.last = &region;
-            return;
-        }
-        const long past = long(address + size - region.end), before = long(region.begin - address);
-        const long away = std::max({0l, past, before});
-        if (region.array == OWN || (nearest && away >= closest)) continue;
-        nearest = &region;
-        closest = away;
-    }
-    outside(address, size, store, site, *nearest);
 }
 
 }  // namespace shim
@@ -341,9 +279,10 @@ extern "C" const char* shim_launch(int kernel, const shim::Launch* launch, uintp
     machine.site = 0;
     machine.inside = false;
     if (!acceptable(*launch)) return machine.message;
-    machine.shared = aligned_alloc(1024, (launch->shared + 1024) / 1024 * 1024);
+    void* shared = aligned_alloc(1024, (launch->shared + 1024) / 1024 * 1024);
+    shim::allow(*launch, shared);
     const bool right = run(*launch);
-    free(machine.shared);
+    free(shared);
     if (right) return nullptr;
     for (int i = 0; i < MOST_THREADS; ++i) begin(i);  // those that were left in the middle
     *site = machine.site;

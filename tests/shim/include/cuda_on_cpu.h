@@ -24,8 +24,9 @@
 #define __maxnreg__(...)
 #define __align__(n) alignas(n)
 // Nothing else is thread_local, so all of a program's shared variables lie in one stretch, filled with NaN
-// before each block. `extern __shared__ T x[]` is rewritten before g++ sees it.
-#define __shared__ thread_local
+// before each block. `extern __shared__ T x[]` is rewritten before g++ sees it. CuPy takes it for granted that
+// an array of char is aligned well enough for its sums, as a kernel's only shared variable is.
+#define __shared__ __attribute__((aligned(16))) thread_local
 
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;

@@ -31,7 +31,6 @@ void exchange(unsigned mask, const void* value, size_t size, int source, void* r
 unsigned ballot(unsigned mask, bool vote);
 int lane();
 void* shared_memory();
-bool running();
 [[noreturn]] void fail(uintptr_t site, const char* format, ...) __attribute__((format(printf, 2, 3)));
 void check(uintptr_t address, size_t size, bool store, uintptr_t site);
 
