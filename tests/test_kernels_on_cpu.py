@@ -45,7 +45,7 @@ def test_edge_cases(op):
 @pytest.mark.parametrize("layout", GATE)
 @pytest.mark.parametrize("specs", [rope_specs, qkv_specs], ids=["rope", "qkv"])
 def test_any_problem(layout, specs):
-    any_problem(layout, specs, GATE[layout], examples=50)
+    any_problem(layout, specs, GATE[layout], examples=100)
 
 
 @pytest.mark.long
@@ -149,7 +149,7 @@ PLANTED = {
 def test_a_fault_in_a_kernel(fault):
     spec = RopeSpec(batch=2, heads=6, kv_heads=2, seq=7, head_dim=8, rotary_dim=8, table_batch=2)
     case = make_case(spec, 1)
-    assert any(is_red(case, Launching(order=order, fault=PLANTED[fault])) for order in range(4))
+    assert all(is_red(case, Launching(order=order, fault=PLANTED[fault])) for order in range(3))
 
 
 def is_red(case, launching):

@@ -39,6 +39,19 @@ __global__ void reversed_sum(const float* x, float* y, float* sum, int n) {
     }
 }
 
+__global__ void unwritten(float* y) {
+    __shared__ float one[1];
+    extern __shared__ float two[];
+    y[blockIdx.x] = one[0] + two[0];
+    one[0] = two[0] = 1.0f;
+}
+__global__ void neighbours(float* y, unsigned mask, int wait) {
+    __shared__ float tile[64];
+    tile[threadIdx.x] = threadIdx.x;
+    if (wait) __syncwarp(mask);
+    y[threadIdx.x] = tile[threadIdx.x ^ 1];
+}
+
 __global__ void copy4(const float4* x, float4* y) { y[threadIdx.x] = x[threadIdx.x]; }
 
 __global__ void apart(int* y) {
@@ -60,7 +73,12 @@ __global__ void lonely(int* y) {
 
 __global__ void last_wins(int* y) { *y = threadIdx.x + blockIdx.x * blockDim.x; }
 __global__ void count(int* y, unsigned* votes) {
-    atomicAdd(y, 1);
+    __shared__ unsigned here;
+    if (threadIdx.x == 0) here = 0;
+    __syncthreads();
+    atomicAdd(&here, 1);
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(y, here);
     const unsigned odd = __ballot_sync(~0u, threadIdx.x % 2);
     const int up = __shfl_up_sync(~0u, int(threadIdx.x), 1, 8);
     const int down = __shfl_down_sync(~0u, int(threadIdx.x), 1);
@@ -83,9 +101,9 @@ template <class T> __global__ void widen(const T* x, float* y) { y[threadIdx.x] 
 template <class T> __global__ void narrow(const double* x, T* y) { y[threadIdx.x] = T(x[threadIdx.x]); }
 """
 NAMES = (
-    "scale<float>", "scale<double>", "reversed_sum", "copy4", "apart", "early", "lonely", "last_wins",
-    "count", "square", "shape", "fused", "through", "widen<__half>", "widen<__nv_bfloat16>", "narrow<__half>",
-    "narrow<__nv_bfloat16>",
+    "scale<float>", "scale<double>", "reversed_sum", "unwritten", "neighbours", "copy4", "apart", "early",
+    "lonely", "last_wins", "count", "square", "shape", "fused", "through", "widen<__half>",
+    "widen<__nv_bfloat16>", "narrow<__half>", "narrow<__nv_bfloat16>",
 )  # fmt: skip
 ORDERS = range(4)
 
@@ -93,6 +111,11 @@ ORDERS = range(4)
 @pytest.fixture(scope="module")
 def sound():
     return planted("__syncthreads()", 0)
+
+
+def line(text):
+    """Where it stands first."""
+    return TEXT[: TEXT.index(text)].count("\n") + 1
 
 
 def planted(barrier, off):
@@ -110,7 +133,9 @@ def test_a_kernel_without_faults(sound, dtype):
 
 def test_an_index_one_too_far():
     x, y = np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
-    with pytest.raises(shim.Fault, match=r"reads 4 bytes at byte 400 of array 0, .* at kernels.cu:7"):
+    with pytest.raises(
+        shim.Fault, match=f"reads 4 bytes at byte 400 of array 0, .* at kernels.cu:{line('y[i] = x[i]')}"
+    ):
         planted("__syncthreads()", 1).get_function("scale<float>")((2,), (64,), (x, y, 100))
 
 
@@ -143,11 +168,33 @@ def test_barriers_shuffles_and_shared_memory(sound):
 
 
 def test_a_removed_barrier():
-    """What nobody has written yet is NaN: in every order somebody reads too early."""
     module = planted("", 0)
+    place = f"kernels.cu:({line('tile[threadIdx.x] =')}|{line('= tile[')})"
+    message = rf"race: thread \d+ (reads|writes) what thread \d+ (wrote|read), .* at {place} .* at {place}"
     for order in ORDERS:
-        total, _ = reversed_sum(module, order=order)
-        assert np.isnan(total)
+        with pytest.raises(shim.Fault, match=message):
+            reversed_sum(module, order=order)
+
+
+def test_shared_memory_that_nobody_has_written_is_nan(sound):
+    y = np.zeros(2, np.float32)
+    sound.get_function("unwritten")((2,), (1,), (y,), shared_mem=4)
+    assert np.isnan(y).all()
+
+
+@pytest.mark.parametrize("wait", [0, 1])
+def test_lanes_that_do_not_wait_for_one_another(sound, wait):
+    """A barrier of the warp is enough for its own lanes; half the lanes' is for that half."""
+    y = np.zeros(64, np.float32)
+    for mask in (0xFFFFFFFF, 0x0000FFFF):
+        turn = sound.get_function("neighbours")
+        arguments = (y, np.uint32(mask), np.int32(wait))
+        if wait and mask == 0xFFFFFFFF:
+            turn((1,), (64,), arguments)
+            assert np.array_equal(y, np.arange(64) ^ 1)
+        else:
+            with pytest.raises(shim.Fault, match=r"race|leave it out"):
+                turn((1,), (64,), arguments)
 
 
 def test_too_little_dynamic_shared_memory(sound):
@@ -228,6 +275,24 @@ def test_ptx_is_the_instruction_that_it_names(sound):
     sound.get_function("fused")((1,), (1,), (y, a, a))
     assert y[0] == a * a
     assert y[1] == np.float64(a) ** 2 - np.float64(y[0]) != 0
+
+
+def test_kernels_with_c_names_need_no_list(tmp_path):
+    path = tmp_path / "one.cu"
+    path.write_text(
+        'extern "C" __global__ void __launch_bounds__(64, 1)\none(float* y) { y[threadIdx.x + 1] = 1; }',
+        encoding="utf-8",
+    )
+    module, y = shim.RawModule(path=path), np.zeros(3, np.float32)
+    module.get_function("one")((1,), (2,), (y,))
+    assert list(y) == [0, 1, 1]
+    with pytest.raises(shim.Fault, match=r"byte 12 of array 0, .* at one.cu:2"):
+        module.get_function("one")((1,), (3,), (y,))
+
+
+def test_what_does_not_compile_says_why():
+    with pytest.raises(RuntimeError, match=r"kernels.cu:1:.* error: .*nowhere"):
+        shim.RawModule(code="__global__ void wrong() { nowhere(); }", name_expressions=["wrong"])
 
 
 def test_pointers_in_structs(sound):

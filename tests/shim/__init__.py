@@ -11,6 +11,8 @@ raised, naming the line, where a kernel
 - touches memory that is neither an argument nor its own, or writes to a read-only array: an array is the
   bytes from its first to its last element; those behind pointers in structs are given as `arrays=`;
 - reads or writes a misaligned address, indexes out of an array's declared bounds, overflows a signed integer;
+- lets a thread touch shared memory where another has written, or write where another has read, with no
+  barrier between;
 - lets threads of a block wait at different barriers, or for lanes that never come;
 - is given an argument of another size than its parameter's.
 

@@ -4,11 +4,19 @@
 
 namespace shim {
 
-bool running();   // whether a thread of a kernel runs
-Region stack();   // of that thread
+// runtime.cpp: of the thread that runs
+struct Now { int thread; unsigned block_epoch, warp_epoch; };
+bool running();  // whether there is one
+Region stack();
+Now now();
 
+// memory.cpp
 void allow(const Launch& launch, void* dynamic);  // the memory that this launch may touch
 void spoil_shared_memory();
-uintptr_t offset_in_program(uintptr_t site);
+const char* place(uintptr_t site, char (&text)[32]);  // as the caller translates it into file and line
+
+// races.cpp
+void track(size_t dynamic_size, size_t static_size);  // this many bytes of shared memory
+void visit(bool dynamic, size_t first, size_t size, bool store, uintptr_t site);
 
 }  // namespace shim

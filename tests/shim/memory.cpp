@@ -33,12 +33,27 @@ int find_image(dl_phdr_info* info, size_t, void*) {
     return 1;
 }
 
-[[noreturn]] void outside(uintptr_t address, size_t size, bool store, uintptr_t site, const shim::Region& near) {
+[[noreturn]] void outside(uintptr_t address, size_t size, bool load, uintptr_t site, const shim::Region& near) {
     char name[32] = "dynamic shared memory";
     if (near.array >= 0) snprintf(name, sizeof name, "array %d", near.array);
     const bool within = address >= near.begin && address + size <= near.end;
-    shim::fail(site, "%s %zu bytes at byte %ld of %s, which has %ld bytes%s", store ? "writes" : "reads", size,
+    shim::fail(site, "%s %zu bytes at byte %ld of %s, which has %ld bytes%s", load ? "reads" : "writes", size,
                long(address - near.begin), name, long(near.end - near.begin), within ? " and is read-only" : "");
+}
+
+template <class F>
+const shim::Region* find(uintptr_t address, size_t size, shim::Access access, uintptr_t site, F fits) {
+    const shim::Region* nearest = nullptr;
+    long closest = 0;
+    for (const shim::Region& region : regions) {
+        if (fits(region)) return &region;
+        const long past = long(address + size - region.end), before = long(region.begin - address);
+        const long away = std::max({0l, past, before});
+        if (region.array < shim::DYNAMIC_SHARED || (nearest && away >= closest)) continue;
+        nearest = &region;
+        closest = away;
+    }
+    outside(address, size, access == shim::LOAD, site, *nearest);
 }
 
 }  // namespace
@@ -52,9 +67,10 @@ void allow(const Launch& launch, void* dynamic) {
     shared = {uintptr_t(dynamic), uintptr_t(dynamic) + launch.shared, DYNAMIC_SHARED, 1};
     regions.assign(launch.regions, launch.regions + launch.region_count);
     regions.push_back({image.begin, image.end, OWN, 1});
-    regions.push_back({own, own + image.thread_size, OWN, 1});
+    regions.push_back({own, own + image.thread_size, STATIC_SHARED, 1});
     regions.push_back(shared);
     last = &regions.back();
+    track(launch.shared, image.thread_size);
 }
 
 void spoil_shared_memory() {
@@ -64,27 +80,19 @@ void spoil_shared_memory() {
 
 void* shared_memory() { return reinterpret_cast<void*>(shared.begin); }
 
-uintptr_t offset_in_program(uintptr_t site) { return site ? site - image.begin : 0; }
+const char* place(uintptr_t site, char (&text)[32]) {
+    snprintf(text, sizeof text, "<%#zx>", size_t(site - image.begin - 1));
+    return text;
+}
 
-void check(uintptr_t address, size_t size, bool store, uintptr_t site) {
+void check(uintptr_t address, size_t size, Access access, uintptr_t site) {
     const auto fits = [=](const Region& region) {
-        return address >= region.begin && address + size <= region.end && (region.writable || !store);
+        return address >= region.begin && address + size <= region.end && (region.writable || access == LOAD);
     };
-    if (!running() || fits(*last) || fits(stack())) return;
-    const Region* nearest = nullptr;
-    long closest = 0;
-    for (const Region& region : regions) {
-        if (fits(region)) {
-            last = &region;
-            return;
-        }
-        const long past = long(address + size - region.end), before = long(region.begin - address);
-        const long away = std::max({0l, past, before});
-        if (region.array == OWN || (nearest && away >= closest)) continue;
-        nearest = &region;
-        closest = away;
-    }
-    outside(address, size, store, site, *nearest);
+    if (!running() || fits(stack())) return;
+    if (!fits(*last)) last = find(address, size, access, site, fits);
+    if (access != ATOMIC && (last->array == STATIC_SHARED || last->array == DYNAMIC_SHARED))
+        visit(last->array == DYNAMIC_SHARED, address - last->begin, size, access == STORE, site);
 }
 
 }  // namespace shim

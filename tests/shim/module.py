@@ -23,6 +23,8 @@ _KERNEL_FLAGS = (
     "-w", f"-fsanitize=kernel-address,{_CHECKS}", f"-fno-sanitize-recover={_CHECKS}", "-DROPEGRAD_ON_CPU=1",
 )  # fmt: skip
 
+_EXTERN_C = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__\w+__\s*\([^()]*\)\s*)*(\w+)\s*\(')
+
 
 class Fault(Exception):
     """A kernel did what it must not do; the text says what and where."""
@@ -59,7 +61,7 @@ class RawModule:
     ) -> None:
         text = Path(path).read_text(encoding="utf-8") if path is not None else code
         assert text is not None, "neither code nor path"
-        names = name_expressions or re.findall(r'extern\s+"C"\s+__global__\s+void[^(]*?\b(\w+)\s*\(', text)
+        names = name_expressions or _EXTERN_C.findall(text)
         self.names = tuple(names)
         flags = tuple(option for option in options if option.startswith(("-I", "-D")))
         self.path = build(text, self.names, flags, Path(path).name if path is not None else "kernels.cu")
@@ -69,6 +71,12 @@ class RawModule:
     def get_function(self, name: str) -> "Kernel":
         """The kernel of one of the name expressions, or called so in extern "C"."""
         return Kernel(self, name, self.names.index(name))
+
+    def lines(self, place: re.Match[str]) -> str:
+        """File and line of an offset into the program, from the inside out."""
+        command = ["addr2line", "-i", "-s", "-e", str(self.path), place[1]]
+        lines = subprocess.check_output(command, text=True).splitlines()
+        return ", from ".join(line.partition(" ")[0] for line in lines)
 
 
 @dataclass(frozen=True)
@@ -100,10 +108,10 @@ class Kernel:
             (ctypes.c_size_t * len(held))(*(ctypes.sizeof(x) for x in held)), len(held),
             regions, len(regions),
         )  # fmt: skip
-        site = ctypes.c_size_t(0)
-        message = self.module.library.shim_launch(self.index, ctypes.byref(launch), ctypes.byref(site))
+        message = self.module.library.shim_launch(self.index, ctypes.byref(launch))
         if message is not None:
-            raise Fault(f"{self.name}: {message.decode()}{_lines(self.module.path, site.value)}")
+            text = re.sub("<(0x[0-9a-f]+)>", self.module.lines, message.decode())
+            raise Fault(f"{self.name}: {text}")
 
 
 def _three(sizes: tuple[int, ...]) -> Any:
@@ -141,15 +149,6 @@ def _regions(arrays: Sequence[np.ndarray]) -> Any:
     return (_Region * len(merged))(*(_Region(*region) for region in merged))
 
 
-def _lines(program: Path, site: int) -> str:
-    """File and line of an offset into a program, from the inside out."""
-    if not site:
-        return ""
-    command = ["addr2line", "-i", "-s", "-e", str(program), hex(site - 1)]
-    lines = subprocess.check_output(command, text=True).splitlines()
-    return " at " + ", from ".join(line.partition(" ")[0] for line in lines)
-
-
 # ---- building ------------------------------------------------------------------------------------------
 
 
@@ -163,7 +162,7 @@ def build(text: str, names: Sequence[str], flags: Sequence[str], file: str) -> P
     def compile_program(made: Path) -> None:
         source = made.with_suffix(".cpp")
         source.write_text(program, encoding="utf-8")
-        objects = [str(_runtime(part)) for part in ("runtime", "memory", "sanitizers")]
+        objects = [str(_runtime(part)) for part in ("runtime", "memory", "races", "sanitizers")]
         _run(
             "g++", *_FLAGS, *_KERNEL_FLAGS, *flags, include, "-shared", str(source), *objects, "-o", str(made)
         )
@@ -208,4 +207,4 @@ def _folder() -> Path:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        raise RuntimeError(f"{done.stderr}\nfrom {command}")

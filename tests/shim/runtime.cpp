@@ -34,7 +34,7 @@ struct Fiber {
     unsigned char value[LARGEST];
     int source;                           // the lane that it asks, and what it hears when all have come
     unsigned char result[LARGEST];
-    unsigned votes;
+    unsigned votes, epoch;                // epoch: of its waits for lanes, the same for those that waited together
 };
 
 struct Machine {
@@ -45,7 +45,7 @@ struct Machine {
     int current, threads;
     jmp_buf home;
     bool inside;                          // a fiber runs
-    uintptr_t site;                       // in the program, from its start
+    unsigned epoch;                       // barriers passed and blocks begun, in all launches
     char message[512];
 } machine;
 
@@ -98,14 +98,19 @@ bool problem(const char* format, ...) {
 
 // Everybody in `group`, lanes of a warp, hears from the others and goes on.
 void release(Fiber* warp, unsigned group) {
-    unsigned votes = 0;
-    for (int i = 0; i < shim::WARP; ++i) votes |= unsigned(group >> i & 1 && warp[i].vote) << i;
+    unsigned votes = 0, epoch = 0;
+    for (int i = 0; i < shim::WARP; ++i) {
+        if (!(group >> i & 1)) continue;
+        votes |= unsigned(warp[i].vote) << i;
+        epoch = std::max(epoch, warp[i].epoch);
+    }
     for (int i = 0; i < shim::WARP; ++i) {
         if (!(group >> i & 1)) continue;
         Fiber& fiber = warp[i];
         fiber.votes = votes;
         if (group >> fiber.source & 1) std::memcpy(fiber.result, warp[fiber.source].value, LARGEST);
         else std::memset(fiber.result, 0xff, LARGEST);  // undefined on a GPU
+        fiber.epoch = epoch + 1;
         fiber.state = READY;
     }
 }
@@ -149,6 +154,7 @@ bool release_barrier() {
                            machine.fibers[first].line, i);
         fiber.state = READY;
     }
+    ++machine.epoch;
     return true;
 }
 
@@ -210,6 +216,7 @@ bool run(const shim::Launch& launch) {
     for (unsigned i : ordered(size_t(gridDim.x) * gridDim.y * gridDim.z, launch.order)) {
         blockIdx = {i % gridDim.x, i / gridDim.x % gridDim.y, i / (gridDim.x * gridDim.y)};
         shim::spoil_shared_memory();
+        ++machine.epoch;
         if (!run_block(order)) return false;
     }
     return true;
@@ -221,6 +228,7 @@ namespace shim {
 
 bool running() { return machine.inside; }
 int lane() { return machine.current & (WARP - 1); }
+Now now() { return {machine.current, machine.epoch, machine.fibers[machine.current].epoch}; }
 Region stack() {
     const auto begin = uintptr_t(machine.stacks + machine.current * STACK);
     return {begin, begin + STACK, OWN, 1};
@@ -261,22 +269,20 @@ void fail(uintptr_t site, const char* format, ...) {
     va_start(rest, format);
     vsnprintf(what, sizeof what, format, rest);
     va_end(rest);
-    problem("%s (block %u,%u,%u thread %u,%u,%u)", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
-            threadIdx.y, threadIdx.z);
-    machine.site = offset_in_program(site);
+    char text[32];
+    problem("%s (block %u,%u,%u thread %u,%u,%u)%s%s", what, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
+            threadIdx.y, threadIdx.z, site ? " at " : "", site ? place(site, text) : "");
     if (!machine.inside) abort();
     _longjmp(machine.home, 2);
 }
 
 }  // namespace shim
 
-// Runs a launch to its end or its first fault, of which it returns the text; `site` is then the place in the
-// program, as an offset, or 0.
-extern "C" const char* shim_launch(int kernel, const shim::Launch* launch, uintptr_t* site) {
+// Runs a launch to its end or its first fault, of which it returns the text.
+extern "C" const char* shim_launch(int kernel, const shim::Launch* launch) {
     map_fibers();
     machine.launch = launch;
     machine.kernel = &shim_kernels[kernel];
-    machine.site = 0;
     machine.inside = false;
     if (!acceptable(*launch)) return machine.message;
     void* shared = aligned_alloc(1024, (launch->shared + 1024) / 1024 * 1024);
@@ -285,6 +291,5 @@ extern "C" const char* shim_launch(int kernel, const shim::Launch* launch, uintp
     free(shared);
     if (right) return nullptr;
     for (int i = 0; i < MOST_THREADS; ++i) begin(i);  // those that were left in the middle
-    *site = machine.site;
     return machine.message;
 }

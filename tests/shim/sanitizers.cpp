@@ -6,8 +6,8 @@
 
 #define SITE uintptr_t(__builtin_return_address(0))
 #define ACCESS(n)                                                                                       \
-    void __asan_load##n##_noabort(uintptr_t at) { shim::check(at, n, false, SITE); }                    \
-    void __asan_store##n##_noabort(uintptr_t at) { shim::check(at, n, true, SITE); }
+    void __asan_load##n##_noabort(uintptr_t at) { shim::check(at, n, shim::LOAD, SITE); }                    \
+    void __asan_store##n##_noabort(uintptr_t at) { shim::check(at, n, shim::STORE, SITE); }
 
 namespace {
 
@@ -35,8 +35,8 @@ ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __asan_loadN_noabort(uintptr_t at, size_t n) { shim::check(at, n, false, SITE); }
-void __asan_storeN_noabort(uintptr_t at, size_t n) { shim::check(at, n, true, SITE); }
+void __asan_loadN_noabort(uintptr_t at, size_t n) { shim::check(at, n, shim::LOAD, SITE); }
+void __asan_storeN_noabort(uintptr_t at, size_t n) { shim::check(at, n, shim::STORE, SITE); }
 void __asan_handle_no_return() {}
 
 [[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const TypeMismatch* what, uintptr_t at) {

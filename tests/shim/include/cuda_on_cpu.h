@@ -72,7 +72,12 @@ inline int __all_sync(unsigned mask, int value) { return shim::ballot(mask, !val
 // Threads take turns only where they wait for one another, so every read-modify-write is atomic.
 namespace shim {
 template <class T> using Given = std::type_identity_t<T>;
-template <class T, class F> T update(T* at, F change) { T old = *at; *at = change(old); return old; }
+template <class T, class F> __attribute__((no_sanitize("kernel-address"))) T update(T* at, F change) {
+    check(uintptr_t(at), sizeof *at, ATOMIC, uintptr_t(__builtin_return_address(0)));
+    const T old = *at;
+    *at = change(old);
+    return old;
+}
 }  // namespace shim
 template <class T> T atomicAdd(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return old + x; }); }
 template <class T> T atomicSub(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return old - x; }); }

@@ -12,7 +12,7 @@ constexpr int WARP = 32;
 struct Kernel { void (*call)(void** arguments); int count; const size_t* sizes; };
 
 // Bytes that a kernel may touch; `array` is its place in the caller's list, or one of these.
-enum { OWN = -2, DYNAMIC_SHARED = -1 };
+enum { OWN = -3, STATIC_SHARED = -2, DYNAMIC_SHARED = -1 };
 struct Region { uintptr_t begin, end; int array, writable; };
 
 struct Launch {
@@ -32,7 +32,8 @@ unsigned ballot(unsigned mask, bool vote);
 int lane();
 void* shared_memory();
 [[noreturn]] void fail(uintptr_t site, const char* format, ...) __attribute__((format(printf, 2, 3)));
-void check(uintptr_t address, size_t size, bool store, uintptr_t site);
+enum Access { LOAD, STORE, ATOMIC };
+void check(uintptr_t address, size_t size, Access access, uintptr_t site);
 
 }  // namespace shim
 
