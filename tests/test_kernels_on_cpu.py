@@ -1,11 +1,11 @@
 """Plain CUDA kernels run without a GPU: the CuPy backend's, judged as any backend is, and the stream's."""
 
 import functools
-import shutil
 from unittest import mock
 
 import numpy as np
 import pytest
+import shim
 from conftest import need, skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,11 +22,10 @@ from ropegrad.verify.draws import make_case
 from ropegrad.verify.runners import options
 from ropegrad.verify.strategies import cases, qkv_specs, rope_specs
 
-if shutil.which("g++") is None:
-    skip("needs g++")
+if shim.why_not() is not None:
+    skip(shim.why_not())
 need("cupy", "compile")
 
-import shim  # noqa: E402
 from cupy_on_cpu import Launching, on_cpu, run  # noqa: E402
 
 ORDERS = st.integers(0, 2**16)

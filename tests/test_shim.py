@@ -1,16 +1,15 @@
 """The CPU shim sees what it is there to see: each fault is planted in a kernel that passes without it."""
 
-import shutil
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
+import shim
 from conftest import skip
 
-if shutil.which("g++") is None:
-    skip("needs g++")
-
-import shim
+if shim.why_not() is not None:
+    skip(shim.why_not())
 
 TEXT = r"""
 #include <cuda_bf16.h>
@@ -293,6 +292,30 @@ def test_kernels_with_c_names_need_no_list(tmp_path):
 def test_what_does_not_compile_says_why():
     with pytest.raises(RuntimeError, match=r"kernels.cu:1:.* error: .*nowhere"):
         shim.RawModule(code="__global__ void wrong() { nowhere(); }", name_expressions=["wrong"])
+
+
+WAYS = r"""
+struct Row { int x[40]; };
+extern "C" __global__ void store(char* y, const char* x, int n) { y[n] = x[0]; }
+extern "C" __global__ void store_vector(float4* y, const float4* x, int n) { y[n / 16] = x[0]; }
+extern "C" __global__ void store_row(char* y, const char* x, int n) { *(Row*)(y + n - 156) = *(const Row*)x; }
+extern "C" __global__ void copy_bytes(char* y, const char* x, int n) { memcpy(y, x, n + 1); }
+extern "C" __global__ void move_bytes(char* y, const char* x, int n) { memmove(y + n, x, n / 160); }
+extern "C" __global__ void fill_bytes(char* y, const char* x, int n) { memset(y, 0, n + 1); }
+extern "C" __global__ void copy_vector(char* y, const char* x, int n) { memcpy(y + n - 12, x, 16); }
+extern "C" __global__ void store_streaming(float4* y, const float4* x, int n) { __stcs(y + n / 16, x[0]); }
+extern "C" __global__ void add(int* y, const int* x, int n) { atomicAdd(y + n / 4, x[0]); }
+"""
+
+
+@pytest.mark.parametrize("way", re.findall(r"void (\w+)", WAYS))
+def test_every_way_to_write(way):
+    """Up to an array's last byte, and one element past it."""
+    kernel = shim.RawModule(code=WAYS).get_function(way)
+    x, y = shim.empty(160, np.uint8), shim.empty(160, np.uint8)
+    kernel((1,), (1,), (y, x, np.int32(144 if "vector" in way or "stream" in way else 156)))
+    with pytest.raises(shim.Fault, match=r"of array [01]"):
+        kernel((1,), (1,), (y, x, np.int32(160)))
 
 
 def test_pointers_in_structs(sound):

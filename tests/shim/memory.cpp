@@ -89,7 +89,7 @@ void check(uintptr_t address, size_t size, Access access, uintptr_t site) {
     const auto fits = [=](const Region& region) {
         return address >= region.begin && address + size <= region.end && (region.writable || access == LOAD);
     };
-    if (!running() || fits(stack())) return;
+    if (!running() || !size || fits(stack())) return;
     if (!fits(*last)) last = find(address, size, access, site, fits);
     if (access != ATOMIC && (last->array == STATIC_SHARED || last->array == DYNAMIC_SHARED))
         visit(last->array == DYNAMIC_SHARED, address - last->begin, size, access == STORE, site);

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,13 @@ _KERNEL_FLAGS = (
 )  # fmt: skip
 
 _EXTERN_C = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__\w+__\s*\([^()]*\)\s*)*(\w+)\s*\(')
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    if not sys.platform.startswith("linux"):
+        return f"needs Linux, not {sys.platform}"
+    return "needs g++ (not clang)" if "Free Software Foundation" not in _compiler() else None
 
 
 class Fault(Exception):
@@ -188,10 +196,17 @@ def _made(name: str, make: Any, *inputs: str) -> Path:
 
 
 @functools.cache
+def _compiler() -> str:
+    try:
+        return subprocess.check_output(["g++", "--version"], text=True)
+    except FileNotFoundError:
+        return ""
+
+
+@functools.cache
 def _state() -> tuple[str, ...]:
-    compiler = subprocess.check_output(["g++", "--version"], text=True)
     files = sorted(path for path in HERE.rglob("*") if path.suffix in (".h", ".cpp"))
-    return (compiler, *_FLAGS, *_KERNEL_FLAGS, *(path.read_text(encoding="utf-8") for path in files))
+    return (_compiler(), *_FLAGS, *_KERNEL_FLAGS, *(path.read_text(encoding="utf-8") for path in files))
 
 
 @functools.cache

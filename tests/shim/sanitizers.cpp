@@ -39,6 +39,21 @@ void __asan_loadN_noabort(uintptr_t at, size_t n) { shim::check(at, n, shim::LOA
 void __asan_storeN_noabort(uintptr_t at, size_t n) { shim::check(at, n, shim::STORE, SITE); }
 void __asan_handle_no_return() {}
 
+void* shim_memmove(void* to, const void* from, size_t size) {
+    shim::check(uintptr_t(from), size, shim::LOAD, SITE);
+    shim::check(uintptr_t(to), size, shim::STORE, SITE);
+    return std::memmove(to, from, size);
+}
+void* shim_memcpy(void* to, const void* from, size_t size) {
+    shim::check(uintptr_t(from), size, shim::LOAD, SITE);
+    shim::check(uintptr_t(to), size, shim::STORE, SITE);
+    return std::memcpy(to, from, size);
+}
+void* shim_memset(void* to, int byte, size_t size) {
+    shim::check(uintptr_t(to), size, shim::STORE, SITE);
+    return std::memset(to, byte, size);
+}
+
 [[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const TypeMismatch* what, uintptr_t at) {
     shim::fail(0, "%s:%u: misaligned address %#zx for %s, which needs %d", file(what->place), what->place.line, size_t(at),
                what->type->name, 1 << what->log_alignment);

@@ -11,6 +11,11 @@
 #include "runtime.h"
 #include "vectors.h"
 
+// Calls that g++ has not replaced by loads and stores are checked too.
+extern "C" void* memcpy(void* to, const void* from, size_t size) noexcept __asm__("shim_memcpy");
+extern "C" void* memmove(void* to, const void* from, size_t size) noexcept __asm__("shim_memmove");
+extern "C" void* memset(void* to, int byte, size_t size) noexcept __asm__("shim_memset");
+
 #define __CUDACC_VER_MAJOR__ 13  // what a header asks to know whether there is cuda_fp16.h
 #define __global__
 #define __device__
