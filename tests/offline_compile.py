@@ -157,13 +157,18 @@ def source(kernel: Wanted, layout: str) -> str:
         )
     names = _kernel._TypeMap((*names._pairs, ("IndexT", "int32" if short else "int64")))
     stride = _kernel._ArgInfo(_SCALAR, _scalar.CScalar, np.dtype("int32"), 0, True, True)
-    kept = max(axes - 1, 1) if len(outputs) > 1 else 1  # a lone result is fresh, so contiguous
+    kept = kept_axes(axes, len(outputs))
     results = tuple(array(dtype, kept, kept == 1) for dtype in outputs)
     infos = (*given, *results, indexer(axes), indexer(kept), stride)
     return _reduction._ReductionKernel_get_cached_function_code(
         made.nin, made.nout, made._params, infos, names, made.name, 512, made.reduce_type, made.identity,
         made.map_expr, made.reduce_expr, made.post_map_expr, made.preamble, made.options,
     )  # fmt: skip
+
+
+def kept_axes(axes: int, results: int) -> int:
+    """Axes of what a reduction writes; a lone result is fresh, so contiguous."""
+    return max(axes - 1, 1) if results > 1 else 1
 
 
 def program(sources: Iterable[str]) -> str:
