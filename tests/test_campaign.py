@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from conftest import need
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from ropegrad.verify.strategies import cases, qkv_specs, rope_specs
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CAMPAIGN = ROOT / "analysis" / "results" / "campaign.jsonl"
 SPECS = {"rope": rope_specs, "qkv": qkv_specs}
-BACKENDS = ("numpy_tiled", "portable")
+BACKENDS = ("numpy_tiled", "numba_cpu", "portable")
 EACH = 15_000  # drawn per operation: enough that 20,000 in all are different specs
 
 
@@ -61,6 +62,7 @@ def run(op: str) -> dict:
 
 @pytest.mark.long
 def test_twenty_thousand_problems(request):
+    need("numba", "cpu")
     seed = request.config.getoption("hypothesis_seed")
     rows = []
     for op in SPECS:

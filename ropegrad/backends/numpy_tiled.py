@@ -14,7 +14,8 @@ import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs, quiet
-from ropegrad.backends.numpy_products import copies, matrix, products
+from ropegrad.backends.numpy_products import copies, products
+from ropegrad.backends.numpy_projection import pack, project
 from ropegrad.backends.numpy_tile import (
     NumpyArray,
     RopeBackward,
@@ -27,7 +28,7 @@ from ropegrad.backends.numpy_tile import (
 )
 from ropegrad.maths import layout as axes
 from ropegrad.spec import QkvSpec, RopeSpec
-from ropegrad.tiles import Task, Tile, cores, tasks
+from ropegrad.tiles import Task, Tile, channels, cores, tasks
 
 SMALL = 1 << 12  # channels up to which the number of NumPy calls is what costs
 _STACKED = {"grad_q_embed", "grad_k_embed", "q", "k"}
@@ -70,7 +71,7 @@ class NumpyTiled:
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of RoPE; see `ropegrad.rope_backward`."""
         results = out if out is not None else _allocate(spec)
-        if spec.batch and _channels(spec) <= SMALL and inputs.keys() >= _STACKED:
+        if spec.batch and channels(spec) <= SMALL and inputs.keys() >= _STACKED:
             small_rope_backward(spec, inputs, results)
             return results
         kernel = RopeBackward(spec, inputs, results)
@@ -84,7 +85,11 @@ class NumpyTiled:
     @quiet
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of the projections and RoPE; see `ropegrad.qkv_rope_backward`."""
-        return products(spec, inputs, self._packed_gradients(spec, inputs), out or {})
+        # On one thread: BLAS's own spin for a while after a product, and a second thread would wait for them.
+        blocks = pack(
+            spec, inputs, lambda x, y: self._rotate_all(spec.rope, inputs, x, y, forward=False, alone=True)
+        )
+        return products(spec, inputs, blocks, out or {})
 
     @quiet
     def rope(self, spec: RopeSpec, inputs: Inputs) -> Outputs:
@@ -98,45 +103,7 @@ class NumpyTiled:
     @quiet
     def qkv_rope(self, spec: QkvSpec, inputs: Inputs) -> Outputs:
         """Projections and RoPE; see `ropegrad.qkv_rope`."""
-        geometry, compute = spec.rope, numpy_dtype(spec.rope.compute)
-        hidden = matrix(inputs["hidden_states"], compute)
-        results = {}
-        for part, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            product = hidden @ matrix(inputs[f"{part}_weight"], compute).T
-            if f"{part}_bias" in inputs:
-                product += inputs[f"{part}_bias"].astype(compute)
-            heads = (geometry.heads if part == "q" else geometry.kv_heads) or 0
-            shape = (geometry.batch, heads, geometry.seq, geometry.head_dim)
-            projected = axes.from_rows(np, product, shape, geometry.layout)
-            results[name] = np.empty(geometry.head_shape(heads), numpy_dtype(geometry.dtype))
-            if part == "v":
-                np.copyto(results[name], projected, casting="same_kind")
-            else:
-                self._rotate_all(geometry, inputs, projected, results[name], forward=True)
-        return results
-
-    def _packed_gradients(self, spec: QkvSpec, inputs: Inputs) -> dict[str, NumpyArray]:
-        """dQ, dK, dV as column blocks of one matrix [tokens, ·], each also under its own name.
-
-        On one thread: BLAS's own spin for a while after a product, and a second thread would wait for them.
-        """
-        geometry, compute = spec.rope, numpy_dtype(spec.rope.compute)
-        parts = [p for p in "qkv" if {"hidden_states", f"{p}_weight", f"{p}_bias"} & set(spec.needs)]
-        packed = np.empty((spec.tokens, sum(map(spec.rows, parts))), compute)
-        blocks, start = {"packed": packed}, 0
-        for part in parts:
-            block = packed[:, start : start + spec.rows(part)]
-            start += spec.rows(part)
-            heads = (geometry.heads if part == "q" else geometry.kv_heads) or 0
-            shape = (geometry.batch, heads, geometry.seq, geometry.head_dim)
-            view = axes.from_rows(np, block, shape, geometry.layout)
-            grad = inputs[{"q": "grad_query", "k": "grad_key", "v": "grad_value"}[part]]
-            if part == "v":
-                np.copyto(view, grad)
-            else:
-                self._rotate_all(geometry, inputs, grad, view, forward=False, alone=True)
-            blocks[part] = block
-        return blocks
+        return project(spec, inputs, lambda x, y: self._rotate_all(spec.rope, inputs, x, y, forward=True))
 
     def _rotate_all(
         self,
@@ -179,11 +146,7 @@ class NumpyTiled:
         return max(min(self._limit(spec), len(schedule)), 1)
 
     def _limit(self, spec: RopeSpec) -> int:
-        return self.threads or (1 if _channels(spec) < PARALLEL else cores())
-
-
-def _channels(spec: RopeSpec) -> int:
-    return spec.batch * spec.seq * ((spec.heads or 0) + (spec.kv_heads or 0)) * spec.head_dim
+        return self.threads or (1 if channels(spec) < PARALLEL else cores())
 
 
 @quiet  # a new thread starts with NumPy's own settings
