@@ -11,13 +11,14 @@ import subprocess
 
 import numpy as np
 import pytest
+from conftest import need
 
 import ropegrad
 from ropegrad.verify.campaign import SPECS, campaign
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CAMPAIGN = ROOT / "analysis" / "results" / "campaign.jsonl"
-BACKENDS = ["numpy_tiled", "portable"]
+BACKENDS = ["numpy_tiled", "numba_cpu", "portable"]
 EACH = 15_000  # drawn per operation: enough that 20,000 in all are different specs
 
 
@@ -32,6 +33,7 @@ def commit() -> str:
 
 
 def test_a_campaign_counts_what_it_judged():
+    need("numba", "cpu")
     found = campaign("rope", BACKENDS, 40, 7)
     assert found["examples"] == 40
     assert 20 < found["specs"] <= 40
@@ -50,6 +52,7 @@ def test_a_campaign_ends_at_a_wrong_gradient(monkeypatch):
 
 @pytest.mark.long
 def test_twenty_thousand_problems(request):
+    need("numba", "cpu")
     seed = int(request.config.getoption("hypothesis_seed"))
     rows = []
     for op in SPECS:

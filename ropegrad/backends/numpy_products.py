@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.blas import one_thread
 from ropegrad.backends.numpy_tile import NumpyArray, cast, store
+from ropegrad.backends.threads import share
 from ropegrad.spec import QkvSpec
 
 Blocks = dict[str, NumpyArray]  # dQ, dK, dV as 'q', 'k', 'v': column blocks of the matrix 'packed'
 
+PARALLEL = 1 << 24  # multiplications below which starting threads costs more than it saves
 ROWS, COLUMNS = 512, 1024  # at most, of a block: smaller ones cost 5 % of BLAS's rate, larger ones cores
 
 
@@ -43,7 +47,20 @@ def _cut(length: int, most: int) -> Iterator[slice]:
         yield slice(length * i // parts, length * (i + 1) // parts)
 
 
-def backward(spec: QkvSpec, inputs: Inputs, blocks: Blocks, out: Outputs) -> dict[str, Product]:
+def multiply(products: list[Product], threads: int) -> None:
+    """All the products, block by block on so many threads, each block by BLAS on one."""
+    blocks = [block for product in products for block in product.blocks()]
+    work = sum(product.c.size * product.a.shape[1] for product in products)
+    with one_thread():  # from the first block to the last; its workers may come and go
+        share([partial(_block, block) for block in blocks], threads if work >= PARALLEL else 1, lambda: None)
+
+
+def _block(product: Product, _: None) -> None:
+    with one_thread():  # where the number is a thread's own
+        product.multiply()
+
+
+def gradients(spec: QkvSpec, inputs: Inputs, blocks: Blocks, out: Outputs) -> dict[str, Product]:
     """dX = [dQ dK dV]·[Wq; Wk; Wv] and dW = dYᵀ·X for each weight, by the gradients' names.
 
     C is the output itself where BLAS can write there; `settle` brings the others home.
