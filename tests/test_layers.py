@@ -33,7 +33,7 @@ LAYERS = (
     ("records",),
     ("bench",),
     ("report",),
-    ("terminal",),
+    ("terminal", "target_terminal"),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,123 @@
+"""Judging somebody else's function: the command, the process it runs in, what is said of it."""
+
+import time
+from pathlib import Path
+
+import kernels
+import pytest
+from test_cli import run
+
+from ropegrad.verify.process import Process
+from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.target import Contract, NoTarget
+from ropegrad.verify.trial import Here, attempt
+
+FILE = Path(kernels.__file__)
+CONTRACT = Contract()
+SPEC = CONTRACT.spec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8)
+
+
+def verify(name, *options, monkeypatch, capsys):
+    """Exit status of `ropegrad verify`, and what it printed, without line breaks."""
+    status = run("verify", f"{FILE}:{name}", *options, monkeypatch=monkeypatch)
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rope_backward", ()),
+        ("rope_backward_into", ("--dps",)),
+        ("by_name", ("--strides", "contiguous")),
+        ("qkv_backward", ("--op", "qkv")),
+    ],
+)
+def test_right_functions_are_right(name, options, monkeypatch, capsys):
+    status, printed = verify(name, *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+    assert "RIGHT" in printed
+    assert "NO " not in printed
+    assert "subnormal numbers kept" in printed
+
+
+def test_a_wrong_function_is_named_with_its_fault_and_its_excuse(monkeypatch, capsys):
+    status, printed = verify("own_sine", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1
+    assert "NO wrong value in" in printed
+    assert "grad_q, grad_k: uses its own sine instead of its partner's" in printed
+    assert "no fault if the domain is stated as --tables equal-halves" in printed
+    assert "WRONG, 1 rule broken" in printed
+    status, printed = verify("own_sine", "--tables", "equal-halves", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "reason"),
+    [
+        (f"{FILE}:nothing", (), "has no 'nothing'; it has"),
+        (f"{FILE}", (), "is no target"),
+        ("no_such_file.py:f", (), "there is no file no_such_file.py"),
+        ("no_such_module:f", (), "No module named"),
+        (f"{FILE}:declines", (), "it declines everything"),
+        (f"{FILE}:rope_backward", ("--of", "forward"), "only torch and jax differentiate"),
+        (f"{FILE}:rope_backward", ("--suite", "qkv"), "is not of --op rope"),
+        (f"{FILE}:rope_backward", ("--gqa", "many"), "write whole numbers"),
+        (f"{FILE}:rope_backward", ("--needs", "value"), "needs='value' is unknown"),
+    ],
+)
+def test_what_cannot_be_judged_has_status_2(target, options, reason, monkeypatch, capsys):
+    assert run("verify", target, *options, monkeypatch=monkeypatch) == 2
+    assert reason in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_module_is_found_beside_the_caller(monkeypatch, capsys):
+    monkeypatch.chdir(FILE.parent)
+    assert run("verify", "kernels:rope_backward", "--max-tokens", "5", monkeypatch=monkeypatch) == 0
+    assert "tokens up to 5" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("hangs", "hung", "in hangs ("),
+        ("segfaults", "crashed", "killed by SIGSEGV"),
+        ("leaves", "crashed", "the process ended with status 0"),
+        ("eats_memory", "raised", "MemoryError"),
+        ("raises", "raised", "ValueError: no such kernel"),
+    ],
+)
+def test_whatever_a_target_does_becomes_a_verdict(name, rule, words):
+    start = time.monotonic()
+    with Process(f"{FILE}:{name}", CONTRACT, timeout=0.2, memory=1 << 30) as process:
+        trial = attempt(process, Recipe(SPEC))
+    assert [fault.rule for fault in trial.faults] == [rule]
+    assert words in trial.faults[0].message
+    assert time.monotonic() - start < 20
+
+
+def test_the_process_is_started_again_after_a_crash():
+    with Process(f"{FILE}:segfaults", CONTRACT) as process:
+        for _ in range(2):
+            assert attempt(process, Recipe(SPEC)).faults[0].rule == "crashed"
+        assert process.restarts == 1
+
+
+def test_what_a_target_prints_is_no_answer():
+    with Process(f"{FILE}:prints", CONTRACT) as process:
+        assert attempt(process, Recipe(SPEC)).status == "right"
+
+
+def test_a_file_that_fails_to_import_says_how(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_package")
+    with pytest.raises(NoTarget, match="importing it raised ModuleNotFoundError"):
+        Process(f"{tmp_path / 'broken.py'}:f", CONTRACT)
+
+
+def test_both_ways_of_calling_see_the_same():
+    recipes = [Recipe(SPEC, 3, memory="mixed"), Recipe(SPEC, 4, tables="llama3")]
+    with Process(f"{FILE}:own_sine", CONTRACT) as process:
+        there = [attempt(process, recipe).faults for recipe in recipes]
+    here = [attempt(Here(kernels.own_sine, CONTRACT), recipe).faults for recipe in recipes]
+    assert repr(there) == repr(here)
+    assert there[0]
+    assert not there[1]
