@@ -142,6 +142,7 @@ def verify(
     backend: str | None = None,
     quick: Annotated[bool, cyclopts.Parameter(negative="")] = False,
     json: Annotated[Path | None, cyclopts.Parameter(help="Also write every figure to this file.")] = None,
+    repro: Path | None = None,
 ) -> int:
     """Judge gradients: every element of every output, against an exact oracle.
 
@@ -161,6 +162,8 @@ def verify(
         Without TARGET: only this backend; default: all that can run here.
     quick
         Without TARGET: the named edge cases only: seconds instead of minutes.
+    repro
+        With TARGET: write the smallest failure as a script that needs only NumPy and the target.
     """
     from ropegrad import target_terminal, terminal
 
@@ -174,7 +177,58 @@ def verify(
     except ropegrad.SpecError as error:
         return target_terminal.refuse(screen, error)
     suites = () if suite is None else (facts[0].op,) if suite == "all" else (suite,)
-    return target_terminal.verify(screen, target, *facts, suites)[0]
+    status, seen = target_terminal.verify(screen, target, *facts, suites)
+    if repro is not None and seen is not None and seen.broken:
+        from ropegrad.fuzz_terminal import write_repro
+
+        contract, _, limits = facts
+        return write_repro(screen, repro, target, contract, seen.broken[0], limits)
+    return status
+
+
+@app.command
+def fuzz(
+    target: str,
+    /,
+    *,
+    judged: Judged | None = None,
+    examples: int | None = None,
+    minutes: float | None = None,
+    database: Path = Path(".hypothesis"),
+    seed: int | None = None,
+    repro: Path | None = None,
+) -> int:
+    """Look for a problem that TARGET gets wrong, and make it small.
+
+    Problems are drawn by Hypothesis: sizes, memory layouts, values, tables. Failures are kept in a database,
+    so that the next run tries them first. Exit status: 0 nothing found, 1 wrong, 2 could not be judged.
+
+    Parameters
+    ----------
+    target
+        The function to judge: package.module:function or path/to/file.py:function.
+    examples
+        Problems to try. Default: 1000, or as many as there is time for with --minutes.
+    minutes
+        Time to look for.
+    database
+        Folder for failures; several runs and machines may share it.
+    seed
+        Of the first problems; default: a new one every time.
+    repro
+        Write the smallest failure to this file, as a script that needs only NumPy and the target.
+    """
+    from ropegrad import fuzz_terminal, target_terminal
+
+    screen = Screen()
+    try:
+        facts = (judged or Judged()).facts()
+    except ropegrad.SpecError as error:
+        return target_terminal.refuse(screen, error)
+    if examples is None and minutes is None:
+        examples = 1000
+    effort = fuzz_terminal.Effort(examples=examples, minutes=minutes, database=database, seed=seed)
+    return fuzz_terminal.fuzz(screen, target, *facts, effort, repro)[0]
 
 
 @app.command

@@ -38,7 +38,12 @@ class Limits:
 
 
 def verify(
-    console: Console, target: str, contract: Contract, domain: Domain, limits: Limits, suites: tuple[str, ...]
+    console: Console,
+    target: str,
+    contract: Contract,
+    domain: Domain,
+    limits: Limits,
+    suites: tuple[str, ...] = (),
 ) -> tuple[int, Examination | None]:
     """Judge a target; exit status 0 right, 1 wrong, 2 could not be judged, and all that was seen."""
     start = time.perf_counter()
@@ -117,9 +122,8 @@ def show(console: Console, seen: Examination, seconds: float) -> None:
         for what, text in lines:
             table.add_row("", what, escape(text))
         console.print(table)
-    declined = sum(trial.status == "declined" for trial in seen.trials)
-    counts = f"{len(seen.trials)} problems, {seen.calls} calls, {seconds:.1f} s"
-    counts += f"; {declined} declined" if declined else ""
+    counts = f"{seen.problems} problems, {seen.all_calls} calls, {seconds:.1f} s"
+    counts += f"; {seen.declined} declined" if seen.declined else ""
     counts += f"; {seen.not_run} not run after hangs or crashes" if seen.not_run else ""
     rules = f"{len(seen.broken)} rule{'s' if len(seen.broken) > 1 else ''} broken"
     verdict = {0: "RIGHT", 1: f"WRONG, {rules}", 2: "could not be judged: it declines everything"}

@@ -86,3 +86,39 @@ def eats_memory(*arrays):
 def prints(*arrays):
     print("grad_q is on its way")
     return rope_backward(*arrays)
+
+
+def five_tokens_wrong(*arrays):
+    results = rope_backward(*arrays)
+    if arrays[0].shape[2] >= 5:
+        results[1][:, :, -1] *= 1.001
+    return results
+
+
+def mutates(*arrays):
+    results = rope_backward(*arrays)
+    arrays[4][...] += 1
+    return results
+
+
+def negative_strides_wrong(*arrays):
+    def forgets_the_sign(x):
+        return x if all(step >= 0 for step in x.strides) else np.flip(x)
+
+    return rope_backward(*map(forgets_the_sign, arrays))
+
+
+def writes_too_far(*arrays):
+    rope_backward_into(*arrays)
+    last = arrays[-1]
+    ctypes.memset(last.ctypes.data + last.nbytes + 8, 0, 4)
+
+
+_CACHE = {}
+
+
+def stale(*arrays):
+    return _CACHE.setdefault(arrays[0].shape, rope_backward(*arrays))
+
+
+fixed_True, fixed_False = rope_backward_into, rope_backward

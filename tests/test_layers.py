@@ -34,6 +34,7 @@ LAYERS = (
     ("bench",),
     ("report",),
     ("terminal", "target_terminal"),
+    ("fuzz_terminal",),
     ("cli",),
     ("__main__",),
 )

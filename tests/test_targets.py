@@ -1,14 +1,21 @@
 """Judging somebody else's function: the command, the process it runs in, what is said of it."""
 
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import kernels
 import pytest
+from hypothesis import given, settings
 from test_cli import run
 
+from ropegrad.verify import Domain, assert_gradients, check, repro
 from ropegrad.verify.process import Process
 from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.runners import run_backend
+from ropegrad.verify.strategies import problems
 from ropegrad.verify.target import Contract, NoTarget
 from ropegrad.verify.trial import Here, attempt
 
@@ -121,3 +128,87 @@ def test_both_ways_of_calling_see_the_same():
     assert repr(there) == repr(here)
     assert there[0]
     assert not there[1]
+
+
+# ---- fuzzing -------------------------------------------------------------------------------------------
+
+
+def fuzz(name, *options, monkeypatch, capsys):
+    status = run("fuzz", f"{FILE}:{name}", *options, monkeypatch=monkeypatch)
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+def test_fuzzing_finds_a_fault_and_makes_it_small(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, printed = fuzz("five_tokens_wrong", "--seed", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1
+    assert "NO wrong value" in printed
+    assert "the smallest: B=1 H=1/1 S=5 D=2, normal values, normal tables, contiguous memory" in printed
+    assert "is wrong in the last token only" in printed
+    status, printed = fuzz("five_tokens_wrong", "--examples", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1, "the next run tries the known failure first"
+    assert "S=5 D=2" in printed
+
+
+def test_fuzzing_finds_nothing_in_a_right_function(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, printed = fuzz("rope_backward", "--examples", "60", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+    assert "RIGHT (60 problems, 180 calls" in printed
+    assert not list(tmp_path.rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("own_sine", (), "grad_q[0, 0, 0, 0] is"),
+        ("mutates", (), "cos was changed"),
+        ("negative_strides_wrong", (), "grad_q"),
+        ("writes_too_far", ("--dps",), "memory beside grad_sin was written"),
+        ("stale", (), "call 2: grad_q"),
+    ],
+)
+def test_a_script_shows_the_fault_again(name, options, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "repro.py"
+    options = (*options, "--repro", str(script), "--seed", "3", "--examples", "300")
+    status, printed = fuzz(name, *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1, printed
+    again = subprocess.run(
+        [sys.executable, "-I", script], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert again.returncode == 1, again.stderr
+    assert words in again.stdout
+    fixed = script.read_text().replace(
+        f"kernels.py:{name}'", f"kernels.py:fixed_{bool(options[0] == '--dps')}'"
+    )
+    script.write_text(fixed)
+    again = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stdout
+    assert again.stdout == "right\n"
+
+
+def test_a_script_needs_no_ropegrad():
+    text = (Path(repro.__file__).parent / "repro_body.py").read_text()
+    assert "ropegrad" not in "".join(re.findall(r"^(?:from|import) .*$", text, re.MULTILINE))
+
+
+# ---- in a test-suite -----------------------------------------------------------------------------------
+
+
+def test_assert_gradients_says_what_is_wrong():
+    assert_gradients(kernels.rope_backward, examples=30)
+    assert_gradients(f"{FILE}:qkv_backward", op="qkv")
+    assert_gradients(kernels.own_sine, domain=Domain(tables="equal-halves"))
+    assert_gradients(kernels.rope_backward_into, contract=Contract(dps=True))
+    with pytest.raises(AssertionError, match="grad_q: uses its own sine instead of its partner's"):
+        assert_gradients(kernels.own_sine)
+    with pytest.raises(AssertionError, match="declines every problem"):
+        assert_gradients(kernels.declines)
+
+
+@settings(max_examples=20)
+@given(case=problems(Contract(), Domain(gqa=(1, 4), rotary="any")))
+def test_the_strategies_serve_a_test_of_ones_own(case):
+    assert case.spec.heads // case.spec.kv_heads in (1, 4)
+    assert check(case, run_backend).passed

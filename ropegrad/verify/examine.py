@@ -37,6 +37,7 @@ class Examination:
 
     outside    statuses of problems outside its domain: right, wrong, declined
     not_run    problems that were left out after too many hangs or crashes
+    problems   how many were put to it; all_calls: how often it was called; declined: how many it declined
     """
 
     contract: Contract
@@ -44,6 +45,9 @@ class Examination:
     trials: list[Trial] = field(default_factory=list)
     outside: list[Trial] = field(default_factory=list)
     not_run: int = 0
+    problems: int = 0
+    all_calls: int = 0
+    declined: int = 0
     broken: list[Broken] = field(default_factory=list)
 
     @property
@@ -53,11 +57,6 @@ class Examination:
         if not judged:
             return 2
         return 1 if self.broken else 0
-
-    @property
-    def calls(self) -> int:
-        """How often the target was called."""
-        return sum(trial.calls for trial in (*self.trials, *self.outside))
 
 
 Progress = Callable[[str], None]
@@ -84,6 +83,9 @@ def examine(
             seen.outside.append(attempt(runner, recipe, stop=True))
             if _enough(seen.outside):
                 break
+    everything = (*seen.trials, *seen.outside)
+    seen.problems, seen.all_calls = len(seen.trials), sum(trial.calls for trial in everything)
+    seen.declined = sum(trial.status == "declined" for trial in seen.trials)
     seen.broken = broken_rules(seen)
     return seen
 
