@@ -93,6 +93,7 @@ _ROPE = [
     _rope("one token of two pairs", **_ONE, seq=1, head_dim=4),
     _rope("two columns of a pair alike", tables="equal"),
     _rope("two columns of a pair alike, one head", **_ONE, tables="equal"),
+    _rope("position 0 alone: nothing turns", **_ONE, seq=1, head_dim=4, values="coded", tables="llama3"),
     _rope("whole numbers that tell their index", values="coded"),
     _rope("real tables, whole numbers", values="coded", tables="llama3"),
     *[_rope(f"{n} tokens", seq=n, batch=1) for n in (2, 13, 16, 17, 31, 33, 64, 65, 127, 129)],

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from ropegrad.verify.arena import POISONS
-from ropegrad.verify.case import Case, NumpyArray
+from ropegrad.verify.case import Case, NumpyArray, rope_geometry
 from ropegrad.verify.confusions import CONFUSIONS
 from ropegrad.verify.forward import as_backward
 from ropegrad.verify.oracle import expected
-from ropegrad.verify.regions import regions
+from ropegrad.verify.regions import Words, common, regions
 from ropegrad.verify.ruling import Standard, named_axes, standard
 
 # A candidate's changed tables are rounded once more than the function's own: its bound, a little wider.
@@ -26,31 +26,35 @@ _OTHER = {"grad_cos": "grad_sin", "grad_sin": "grad_cos", "grad_q_weight": "grad
           "grad_k_weight": "grad_v_weight", "grad_v_weight": "grad_k_weight"}  # fmt: skip
 
 
-def diagnose_all(samples: Iterable[tuple[Case, str, NumpyArray]]) -> list[str]:
-    """The names that fit every sample (case, output, what was got) of one fault, most telling first."""
-    common: list[str] | None = None
+def diagnose(samples: Iterable[tuple[Case, str, NumpyArray]]) -> list[str]:
+    """What fits every sample (case, output, what was got) of one fault: formulas, then where it is wrong."""
+    formulas: list[str] | None = None
+    places = []
     for case, name, got in samples:
-        names = diagnose(case, name, got)
-        common = names if common is None else [word for word in common if word in names]
-    return common or []
+        found = _look(case, name, got)
+        if found is None:
+            continue
+        formulas = found[0] if formulas is None else [words for words in formulas if words in found[0]]
+        places.append(found[1])
+    return (formulas or []) + common(places)
 
 
-def diagnose(case: Case, name: str, got: NumpyArray) -> list[str]:
-    """Names of what the wrong elements of output `name` match, then where they are; empty: nothing fits."""
+def _look(case: Case, name: str, got: NumpyArray) -> tuple[list[str], Words] | None:
+    """Formulas that the wrong elements of output `name` match, and where they are; None: nothing is known."""
     if name in _TURNED:
         case, name = as_backward(case), _TURNED[name]
     if name not in case.outputs or not got.size:
-        return []
+        return None
     rule = standard(case, expected(case))
     wrong = rule.ratios(name, got) > 1
     if not wrong.any() or not np.isfinite(got.astype(np.float64)[wrong]).all():
-        return []
+        return None
     found = [words for words, fits in _simple(rule, name, got) if fits(wrong)]
     for words, change in CONFUSIONS:
         changed = change(case, name)
         if changed is not None and _matches(changed, name, got, wrong):
             found.append(words)
-    return found + regions(wrong, [axis for axis, _ in named_axes(case, name, (0,) * got.ndim)], case)
+    return found, regions(wrong, [axis for axis, _ in named_axes(case, name, (0,) * got.ndim)], case)
 
 
 def _matches(changed: Case, name: str, got: NumpyArray, wrong: Any) -> bool:
@@ -79,6 +83,10 @@ def _simple(rule: Standard, name: str, got: NumpyArray) -> list[tuple[str, Calla
         ("has the opposite sign", near(-value)),
         ("is added to what the output held instead of written", near(value + poison, coarse)),
     ]
+    spec = rope_geometry(rule.case)
+    heads = (spec.heads or 0) + (spec.kv_heads or 0)
+    if name in ("grad_cos", "grad_sin") and heads > 1:
+        candidates.append(("is a mean over heads instead of a sum", near(value / heads)))
     factor = _factor(wide, value)
     if factor is not None:
         candidates.append(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from ropegrad.verify.battery import size
 from ropegrad.verify.case import Case, NumpyArray
-from ropegrad.verify.diagnosis import diagnose_all, is_small
+from ropegrad.verify.diagnosis import diagnose, is_small
 from ropegrad.verify.domain import EQUAL, Domain, excuses, is_empty
 from ropegrad.verify.recipe import Recipe
-from ropegrad.verify.ruling import FLUSHES, ROUNDS, RULES, Fault
+from ropegrad.verify.ruling import FLUSHES, LOW, ROUNDS, RULES, WRONG, Fault
 from ropegrad.verify.target import Contract
 from ropegrad.verify.trial import NOT_REPEATABLE, Runner, Trial, attempt
 
@@ -98,6 +98,7 @@ def _enough(trials: list[Trial]) -> bool:
 def broken_rules(seen: Examination) -> list[Broken]:
     """The rules that were broken, each with its smallest case, diagnosed."""
     wrong = [trial for trial in seen.trials if trial.faults]
+    _settle(wrong)
     passed = [trial.recipe for trial in seen.trials if not trial.faults]
     excused = excuses(seen.domain, [trial.recipe for trial in wrong], passed)
     shadows = _shadows(wrong)
@@ -112,6 +113,25 @@ def broken_rules(seen: Examination) -> list[Broken]:
         named = [replace(fault, names=_names(trials, fault)) for fault in smallest or faults.values()]
         found.append(Broken(rule, len(trials), trials[0].recipe, named, excused))
     return found
+
+
+def _settle(trials: list[Trial]) -> None:
+    """One rule for an output whose values are off: few elements of a small problem do not tell which."""
+    faults: dict[str, list[Fault]] = {}
+    for trial in trials:
+        for fault in trial.faults:
+            if fault.rule in (WRONG, LOW) and fault.share[1]:
+                faults.setdefault(fault.array, []).append(fault)
+    rules = {}
+    for array, alike in faults.items():
+        wrong, size_ = (sum(fault.share[i] for fault in alike) for i in (0, 1))
+        rounding = 4 * sum(bool(fault.low) for fault in alike) >= 3 * len(alike) and 4 * wrong >= size_
+        rules[array] = LOW if rounding else WRONG
+    for trial in trials:
+        trial.faults = [
+            replace(f, rule=rules[f.array]) if f.rule in (WRONG, LOW) and f.array in rules else f
+            for f in trial.faults
+        ]
 
 
 # Rules about values. A wrong formula breaks several: a NaN where data overflow is then no fault of its own.
@@ -131,7 +151,7 @@ def _shadows(trials: list[Trial]) -> set[tuple[str, str]]:
         (rule, array)
         for array, rules in counts.items()
         for rule, count in rules.items()
-        if count * SHADOW < max(rules.values())
+        if count * SHADOW < max(rules.values()) or (rule == "missing gradient" and rules[WRONG])
     }
 
 
@@ -150,7 +170,7 @@ def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
     rich = sorted(alike, key=lambda trial: (trial.recipe.rope.kv_heads or 0, trial.recipe.rope.seq))
     chosen = {id(trial): trial for trial in (*alike[:1], *alike[len(alike) // 2 :][:2], *rich[-2:])}
     array = fault.array
-    return tuple(diagnose_all(_evidence(trial, array) for trial in chosen.values()))
+    return tuple(diagnose(_evidence(trial, array) for trial in chosen.values()))
 
 
 def _evidence(trial: Trial, array: str) -> tuple[Case, str, NumpyArray]:

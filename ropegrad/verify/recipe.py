@@ -46,5 +46,5 @@ class Recipe:
 
 def contiguous(case: Case) -> Case:
     """The same values in contiguous memory."""
-    inputs = {name: None if x is None else np.ascontiguousarray(x) for name, x in case.inputs.items()}
+    inputs = {name: None if x is None else np.array(x, order="C") for name, x in case.inputs.items()}
     return replace(case, inputs=inputs)

@@ -30,6 +30,7 @@ RULES = (
     "output aliases an input or another output", "written outside the output", "unjustified NaN or Inf",
     "hidden NaN or Inf", "depends on strides or alignment", "declined", "raised", "hung", "crashed",
 )  # fmt: skip
+WRONG, LOW = RULES[:2]
 FLUSHES = "flushes subnormals"
 ROUNDS = "rounds at every step"
 # What arithmetic may do and still be right, narrowest first: a target's contract is the first that fits.
@@ -42,6 +43,8 @@ class Fault:
     """A rule that was broken: by which array, a sentence with the numbers, and the worst element.
 
     axes    its index by name (batch, head, token, channel, ...)
+    share   elements that are off, by rounding perhaps, and all of them
+    low     what its errors are as small as, if they look like rounding; '' if they do not
     names   what the result was recognised as (diagnosis), most telling first
     """
 
@@ -51,6 +54,8 @@ class Fault:
     ratio: float = math.nan
     axes: tuple[tuple[str, int], ...] = ()
     bits: float = math.nan
+    share: tuple[int, int] = (0, 0)
+    low: str = ""
     names: tuple[str, ...] = ()
 
 
@@ -101,7 +106,12 @@ def value_fault(
         return None
     ratios = rule.ratios(name, got)
     wrong = ratios > 1
+    low, off = "", _off(rule, name, ratios)
     kind, place, why = _kind(rule, name, got, wrong, earlier, dps)
+    if kind == WRONG:
+        low = _lower_precision(rule, name, got)
+        if low and 4 * off >= wrong.size:  # rounding spares few elements
+            kind, why = LOW, f", {low}"
     where = worst.where if place is None else place
     axes = named_axes(rule.case, name, where)
     at = ", ".join(f"{axis} {index}" for axis, index in axes)
@@ -112,7 +122,8 @@ def value_fault(
     message = f"{numbers}, at {at}: {size}; {share}{why}" if at else f"{numbers}: {size}{why}"
     if math.isinf(ratio):
         message = f"{numbers}, at {at}; {share}{why}"
-    return Fault(kind, name, message, ratio, axes, effective_bits(got, rule.exact[name]))
+    bits = effective_bits(got, rule.exact[name])
+    return Fault(kind, name, message, ratio, axes, bits, (off, wrong.size), low)
 
 
 def _short(x: float) -> str:
@@ -127,7 +138,7 @@ def _kind(
     if dps is not None:
         untouched = poisoned(got, dps)
         if dps == "number" and _is_added(rule, name, got, wrong):
-            return "wrong value", None, ", added to what the output held instead of written"
+            return WRONG, None, ", added to what the output held instead of written"
     elif got.size:
         untouched = (np.ascontiguousarray(got).view(np.uint8) == FRESH).reshape(*got.shape, -1).all(axis=-1)
     if (untouched & wrong).any():
@@ -145,8 +156,7 @@ def _kind(
         return "hidden NaN or Inf", _first(hidden), text
     if not got.astype(np.float64).any():
         return "missing gradient", None, ": all of it is zero"
-    low = _lower_precision(rule, name, got, wrong)
-    return ("below the promised precision", None, low) if low else ("wrong value", None, "")
+    return WRONG, None, ""
 
 
 def _is_added(rule: Standard, name: str, got: NumpyArray, wrong: Any) -> bool:
@@ -168,26 +178,30 @@ def _is_stale(got: NumpyArray, wrong: Any, earlier: NumpyArray | None) -> bool:
     return bool(same[wrong].all() and got.astype(np.float64)[wrong].any())
 
 
-def _lower_precision(rule: Standard, name: str, got: NumpyArray, wrong: Any) -> str:
-    """The promise that is kept instead of the one that was made; '' if errors are no rounding errors."""
+def _off(rule: Standard, name: str, ratios: Floats) -> int:
+    """Elements that are farther off than IEEE arithmetic makes them: bounds of products are wide."""
+    usual = 1.0 if rule.exact[name].product is None else 1 / 8
+    return int(((ratios > usual) | (rule.bound[name] == 0)).sum())
+
+
+_KEPT = {"high": "TF32", "medium": "bfloat16"}
+
+
+def _lower_precision(rule: Standard, name: str, got: NumpyArray) -> str:
+    """What the errors are as small as: a lower promise, a narrower dtype; '' if they are no rounding."""
     spec, compute = rule.case.spec, rope_geometry(rule.case).compute
     if not np.isfinite(got.astype(np.float64)).all():
         return ""
     if isinstance(spec, QkvSpec) and compute == "float32" and not name.endswith("_bias"):
-        for promise in ("high", "medium"):
-            if spec.precision in ("high", "medium") and promise in (spec.precision, "high"):
-                continue
+        lower = ("high", "medium")[("highest", "high", "medium").index(spec.precision) :]
+        for promise in lower:
             case = replace(rule.case, spec=replace(spec, precision=promise))
             if standard(case, {name: rule.exact[name]}).worst(name, got) <= 1:
-                kept = {"high": "TF32", "medium": "bfloat16"}[promise]
-                return f", within precision {promise!r}: it is as accurate as {kept}"
+                return f"as accurate as {_KEPT[promise]} products"
         return ""
-    if int(wrong.sum()) * 4 < int((rule.bound[name] > 0).sum()):  # rounding spares few elements
-        return ""
-    names = [dtype for dtype in ("float32", "float16", "bfloat16") if FORMATS[dtype].u > FORMATS[compute].u]
-    for dtype in names:
-        if _within(rule, name, got, dtype):
-            return f", as accurate as {dtype} arithmetic"
+    for dtype in ("float32", "float16", "bfloat16"):
+        if FORMATS[dtype].u > FORMATS[compute].u and _within(rule, name, got, dtype):
+            return f"as accurate as {dtype} arithmetic"
     return ""
 
 
@@ -218,7 +232,7 @@ def gate_fault(rule: Standard, name: str, got: NumpyArray) -> tuple[Fault | None
         f"{name} has {bits:.1f} effective bits in sums of {exact.depth} products; "
         f"precision {precision!r} promises {-math.log2(limit):.1f}"
     )
-    return Fault("below the promised precision", name, text, 2.0**-bits / limit, bits=bits), bits
+    return Fault(LOW, name, text, 2.0**-bits / limit, bits=bits), bits
 
 
 _HEADS = {"bhsd": "batch head token channel", "bshd": "batch token head channel",
