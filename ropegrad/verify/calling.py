@@ -101,9 +101,10 @@ class Caller:
             if to_numpy(array).tobytes() != old:
                 text = f"{name} of the last call changed during this one: both are the same memory"
                 answer.notes.append(("stale output", name, text))
+        shared = {name for _, name, _ in answer.notes}  # with an input, say: that has been said
         self.kept = []
         if not given and self.contract.of == "backward":
-            self.kept = [(name, array, to_numpy(array).tobytes()) for name, array in arrays.items()]
+            self.kept = [(n, x, to_numpy(x).tobytes()) for n, x in arrays.items() if n not in shared]
 
 
 def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:

@@ -26,17 +26,17 @@ _OTHER = {"grad_cos": "grad_sin", "grad_sin": "grad_cos", "grad_q_weight": "grad
           "grad_k_weight": "grad_v_weight", "grad_v_weight": "grad_k_weight"}  # fmt: skip
 
 
-def diagnose(samples: Iterable[tuple[Case, str, NumpyArray]]) -> list[str]:
+def diagnose(samples: Iterable[tuple[Case, str, NumpyArray]], *, formulas: bool = True) -> list[str]:
     """What fits every sample (case, output, what was got) of one fault: formulas, then where it is wrong."""
-    formulas: list[str] | None = None
+    fitting: list[str] | None = None
     places = []
     for case, name, got in samples:
         found = _look(case, name, got)
         if found is None:
             continue
-        formulas = found[0] if formulas is None else [words for words in formulas if words in found[0]]
+        fitting = found[0] if fitting is None else [words for words in fitting if words in found[0]]
         places.append(found[1])
-    return (formulas or []) + common(places)
+    return [*(fitting or [] if formulas else []), *common(places)]
 
 
 def _look(case: Case, name: str, got: NumpyArray) -> tuple[list[str], Words] | None:

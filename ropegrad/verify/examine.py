@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from ropegrad.spec import RopeSpec
 from ropegrad.verify.battery import size
 from ropegrad.verify.case import Case, NumpyArray
 from ropegrad.verify.diagnosis import diagnose, is_small
@@ -137,6 +138,7 @@ def _settle(trials: list[Trial]) -> None:
 # Rules about values. A wrong formula breaks several: a NaN where data overflow is then no fault of its own.
 VALUES = ("wrong value", "below the promised precision", "missing gradient", "unjustified NaN or Inf",
           "hidden NaN or Inf", "depends on strides or alignment", "output not (fully) written")  # fmt: skip
+EXPLAINED = {"missing gradient": (WRONG,), WRONG: ("stale output",)}  # rules by what they may look like
 SHADOW = 4  # a rule that an output breaks so many times less often than another one is that one's shadow
 
 
@@ -145,18 +147,22 @@ def _shadows(trials: list[Trial]) -> set[tuple[str, str]]:
     counts: dict[str, Counter[str]] = {}
     for trial in trials:
         for fault in trial.faults:
-            if fault.rule in VALUES:
+            if fault.rule in VALUES or fault.rule == "stale output":
                 counts.setdefault(fault.array, Counter())[fault.rule] += 1
     return {
         (rule, array)
         for array, rules in counts.items()
         for rule, count in rules.items()
-        if count * SHADOW < max(rules.values()) or (rule == "missing gradient" and rules[WRONG])
+        if count * SHADOW < max(rules.values()) or any(rules[other] for other in EXPLAINED.get(rule, ()))
     }
 
 
 def _told(fault: Fault, rule: str, shadows: set[tuple[str, str]]) -> bool:
     return fault.rule == rule and (rule, fault.array) not in shadows
+
+
+# Rules that say what is wrong by themselves, but not where.
+PLACED = ("output not (fully) written", "depends on strides or alignment", "stale output")
 
 
 def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
@@ -169,8 +175,11 @@ def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
     ]  # fmt: skip
     rich = sorted(alike, key=lambda trial: (trial.recipe.rope.kv_heads or 0, trial.recipe.rope.seq))
     chosen = {id(trial): trial for trial in (*alike[:1], *alike[len(alike) // 2 :][:2], *rich[-2:])}
-    array = fault.array
-    return tuple(diagnose(_evidence(trial, array) for trial in chosen.values()))
+    array, spec = fault.array, trials[0].recipe.spec
+    formulas = fault.rule == WRONG or (fault.rule == LOW and isinstance(spec, RopeSpec))
+    if not formulas and fault.rule not in PLACED:
+        return ()
+    return tuple(diagnose((_evidence(trial, array) for trial in chosen.values()), formulas=formulas))
 
 
 def _evidence(trial: Trial, array: str) -> tuple[Case, str, NumpyArray]:
