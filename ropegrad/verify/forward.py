@@ -10,7 +10,8 @@ import numpy as np
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.case import Case, NumpyArray
 from ropegrad.verify.oracle import expected
-from ropegrad.verify.ruling import Standard, standard
+from ropegrad.verify.projected import projected_standard
+from ropegrad.verify.ruling import ROUNDS, Standard, standard
 from ropegrad.verify.sums import members
 
 
@@ -26,7 +27,7 @@ def forward_shapes(case: Case) -> dict[str, tuple[tuple[int, ...], str]]:
 def forward_standard(case: Case, allowance: tuple[str, ...] = ()) -> Standard:
     """The exact values of the forward of a case, and their bounds."""
     if isinstance(case.spec, QkvSpec):
-        raise NotImplementedError
+        return projected_standard(case, case.spec, rounds_every_step=ROUNDS in allowance)
     turned = as_backward(case)
     rule = standard(turned, expected(turned), allowance)
     names = {"grad_q": "q_embed", "grad_k": "k_embed"}
