@@ -142,6 +142,7 @@ def verify(
     backend: str | None = None,
     quick: Annotated[bool, cyclopts.Parameter(negative="")] = False,
     json: Annotated[Path | None, cyclopts.Parameter(help="Also write every figure to this file.")] = None,
+    junit: Path | None = None,
     repro: Path | None = None,
 ) -> int:
     """Judge gradients: every element of every output, against an exact oracle.
@@ -162,13 +163,15 @@ def verify(
         Without TARGET: only this backend; default: all that can run here.
     quick
         Without TARGET: the named edge cases only: seconds instead of minutes.
+    junit
+        With TARGET: also write a JUnit report, a test case for each rule.
     repro
         With TARGET: write the smallest failure as a script that needs only NumPy and the target.
     """
     from ropegrad import target_terminal, terminal
 
     if target is None:
-        if judged is not None and judged != Judged():
+        if (judged is not None and judged != Judged()) or junit or repro:
             raise ropegrad.SpecError("these options say how a TARGET is called: name one")
         return terminal.verify(Screen(), suite or "all", backend, quick=quick, json_file=json)
     screen = Screen()
@@ -177,13 +180,8 @@ def verify(
     except ropegrad.SpecError as error:
         return target_terminal.refuse(screen, error)
     suites = () if suite is None else (facts[0].op,) if suite == "all" else (suite,)
-    status, seen = target_terminal.verify(screen, target, *facts, suites)
-    if repro is not None and seen is not None and seen.broken:
-        from ropegrad.fuzz_terminal import write_repro
-
-        contract, _, limits = facts
-        return write_repro(screen, repro, target, contract, seen.broken[0], limits)
-    return status
+    reports = target_terminal.Reports(json=json, junit=junit, repro=repro)
+    return target_terminal.verify(screen, target, *facts, suites, reports)[0]
 
 
 @app.command
@@ -196,6 +194,8 @@ def fuzz(
     minutes: float | None = None,
     database: Path = Path(".hypothesis"),
     seed: int | None = None,
+    json: Path | None = None,
+    junit: Path | None = None,
     repro: Path | None = None,
 ) -> int:
     """Look for a problem that TARGET gets wrong, and make it small.
@@ -215,6 +215,10 @@ def fuzz(
         Folder for failures; several runs and machines may share it.
     seed
         Of the first problems; default: a new one every time.
+    json
+        Also write every figure to this file.
+    junit
+        Also write a JUnit report, a test case for each rule.
     repro
         Write the smallest failure to this file, as a script that needs only NumPy and the target.
     """
@@ -228,7 +232,8 @@ def fuzz(
     if examples is None and minutes is None:
         examples = 1000
     effort = fuzz_terminal.Effort(examples=examples, minutes=minutes, database=database, seed=seed)
-    return fuzz_terminal.fuzz(screen, target, *facts, effort, repro)[0]
+    reports = target_terminal.Reports(json=json, junit=junit, repro=repro)
+    return fuzz_terminal.fuzz(screen, target, *facts, effort, reports)[0]
 
 
 @app.command

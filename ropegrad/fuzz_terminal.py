@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ropegrad.errors import SpecError
-from ropegrad.target_terminal import COULD_NOT, Limits, refuse, show, show_heading
+from ropegrad.target_terminal import COULD_NOT, Limits, Reports, refuse, show, show_heading
 from ropegrad.verify.domain import Domain
-from ropegrad.verify.examine import Broken, Examination, broken_rules
+from ropegrad.verify.examine import Examination, broken_rules
 from ropegrad.verify.fuzz import Search, database, search
 from ropegrad.verify.process import Process
-from ropegrad.verify.repro import script
 from ropegrad.verify.target import Contract, NoTarget
 
 
@@ -33,12 +32,13 @@ class Effort:
 
 def fuzz(
     console: Console, target: str, contract: Contract, domain: Domain, limits: Limits, effort: Effort,
-    repro: Path | None = None,
+    reports: Reports = Reports(),  # noqa: B008  frozen
 ) -> tuple[int, Examination | None]:  # fmt: skip
     """Look for a problem that the target gets wrong; exit status 0 none found, 1 found, 2 not judged."""
     seen = Search(contract, domain)
     stopped = False
     try:
+        reports.probe()
         show_heading(console, target, contract, domain)
         with Process(target, contract, timeout=limits.timeout, memory=limits.nbytes) as process:
             store = database(effort.database, target, contract)
@@ -55,14 +55,13 @@ def fuzz(
                                   start=effort.seed, progress=told)  # fmt: skip
                 except KeyboardInterrupt:
                     stopped = True
-    except (NoTarget, SpecError) as error:
+    except (NoTarget, SpecError, OSError) as error:
         return refuse(console, error), None
     examination = as_examination(seen)
     show(console, examination, seen.seconds)
     if stopped:
         console.print("interrupted; start it again to go on", style="yellow")
-    if repro is not None and examination.broken:
-        return write_repro(console, repro, target, contract, examination.broken[0], limits), examination
+    reports.write(console, target, contract, limits, examination, seen.seconds)
     return (COULD_NOT if stopped and seen.status == 0 else seen.status), examination
 
 
@@ -85,19 +84,3 @@ def _progress(console: Console) -> Iterator[Callable[[Search], None]]:
             bar.update(task, description=f"{now.judged + now.declined} problems, {what}")
 
         yield progress
-
-
-def write_repro(
-    console: Console, file: Path, target: str, contract: Contract, broken: Broken, limits: Limits
-) -> int:
-    """Write the script; exit status 1, since something is wrong, or 2 where it cannot be written."""
-    cases = [broken.recipe.case(), broken.recipe.case(other=1)]
-    try:
-        text = script(target, contract, cases, broken.faults[0], 10 * limits.timeout)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except (SpecError, OSError) as error:
-        console.print(f"no script: {error}", style="bold red", highlight=False, markup=False)
-        return COULD_NOT
-    console.print(f"shown again by: python {file}", highlight=False, markup=False)
-    return 1

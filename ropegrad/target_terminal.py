@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,11 +14,13 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ropegrad import target_report
 from ropegrad.errors import SpecError
-from ropegrad.verify.battery import battery, beyond, suite
+from ropegrad.verify.battery import battery, beyond, size, suite
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import Broken, Examination, contract_lines, examine
 from ropegrad.verify.process import Process
+from ropegrad.verify.repro import script
 from ropegrad.verify.ruling import RULES
 from ropegrad.verify.target import Contract, NoTarget
 
@@ -37,6 +40,38 @@ class Limits:
         return int(self.memory * 2**30)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reports:
+    """Files to write: every figure, a test report, a script that shows the smallest failure again."""
+
+    json: Path | None = None
+    junit: Path | None = None
+    repro: Path | None = None
+
+    def probe(self) -> None:
+        """OSError where one cannot be written."""
+        target_report.probe(self.json, self.junit)
+
+    def write(
+        self, console: Console, target: str, contract: Contract, limits: Limits, seen: Examination,
+        seconds: float,
+    ) -> None:  # fmt: skip
+        """Write them; the script only if there is a failure."""
+        target_report.write(target, seen, seconds, self.json, self.junit)
+        if self.repro is None or not seen.broken:
+            return
+        smallest = min(seen.broken, key=lambda one: size(one.recipe))
+        cases = [smallest.recipe.case(), smallest.recipe.case(other=1)]
+        try:
+            text = script(target, contract, cases, smallest.faults[0], 10 * limits.timeout)
+        except SpecError as error:
+            console.print(str(error), style="yellow", highlight=False, markup=False)
+            return
+        self.repro.parent.mkdir(parents=True, exist_ok=True)
+        self.repro.write_text(text, encoding="utf-8")
+        console.print(f"shown again by: python {self.repro}", highlight=False, markup=False)
+
+
 def verify(
     console: Console,
     target: str,
@@ -44,10 +79,12 @@ def verify(
     domain: Domain,
     limits: Limits,
     suites: tuple[str, ...] = (),
+    reports: Reports = Reports(),
 ) -> tuple[int, Examination | None]:
     """Judge a target; exit status 0 right, 1 wrong, 2 could not be judged, and all that was seen."""
     start = time.perf_counter()
     try:
+        reports.probe()
         recipes = battery(contract, domain)
         for name in suites:
             if name != contract.op:
@@ -60,9 +97,11 @@ def verify(
             _progress(console, len(recipes) + len(strange)) as progress,
         ):
             seen = examine(process, recipes, domain, progress, strange)
-    except (NoTarget, SpecError) as error:
+    except (NoTarget, SpecError, OSError) as error:
         return refuse(console, error), None
-    show(console, seen, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    show(console, seen, seconds)
+    reports.write(console, target, contract, limits, seen, seconds)
     return seen.status, seen
 
 

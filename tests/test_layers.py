@@ -33,6 +33,7 @@ LAYERS = (
     ("records",),
     ("bench",),
     ("report",),
+    ("target_report",),
     ("terminal", "target_terminal"),
     ("fuzz_terminal",),
     ("cli",),

@@ -1,10 +1,12 @@
 """Judging somebody else's function: the command, the process it runs in, what is said of it."""
 
+import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import kernels
 import pytest
@@ -14,6 +16,7 @@ from test_cli import run
 from ropegrad.verify import Domain, assert_gradients, check, repro
 from ropegrad.verify.process import Process
 from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.ruling import RULES
 from ropegrad.verify.runners import run_backend
 from ropegrad.verify.strategies import problems
 from ropegrad.verify.target import Contract, NoTarget
@@ -163,7 +166,7 @@ def test_fuzzing_finds_nothing_in_a_right_function(monkeypatch, capsys, tmp_path
     [
         ("own_sine", (), "grad_q[0, 0, 0, 0] is"),
         ("mutates", (), "cos was changed"),
-        ("negative_strides_wrong", (), "grad_q"),
+        ("negative_strides_wrong", (), "2 of 2 elements wrong"),
         ("writes_too_far", ("--dps",), "memory beside grad_sin was written"),
         ("stale", (), "call 2: grad_q"),
     ],
@@ -191,6 +194,33 @@ def test_a_script_shows_the_fault_again(name, options, words, monkeypatch, capsy
 def test_a_script_needs_no_ropegrad():
     text = (Path(repro.__file__).parent / "repro_body.py").read_text()
     assert "ropegrad" not in "".join(re.findall(r"^(?:from|import) .*$", text, re.MULTILINE))
+
+
+# ---- reports -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["verify", "fuzz"])
+def test_reports_for_machines(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = ("--json", "deep/report.json", "--junit", "report.xml", "--repro", "repro.py")
+    assert run(command, f"{FILE}:own_sine", "--max-tokens", "3", *files, monkeypatch=monkeypatch) == 1
+    report = json.loads(Path("deep/report.json").read_text())
+    assert report["verdict"] == "wrong"
+    assert report["contract"]["op"] == "rope"
+    assert report["domain"]["max_tokens"] == 3
+    fault = report["rules"]["wrong value"]["faults"][0]
+    assert fault["output"] == "grad_q"
+    assert set(fault["where"]) == {"batch", "head", "token", "channel"}
+    assert fault["error_over_bound"] > 1
+    assert fault["diagnosis"] == ["uses its own sine instead of its partner's"]
+    assert report["rules"]["input mutated"] is None
+    suite = ElementTree.parse("report.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == (str(len(RULES)), "1", "0")
+    assert suite.find("testcase[@name='wrong value']/failure").get("type") == "wrong value"
+    assert Path("repro.py").exists()
+    capsys.readouterr()
+    assert run(command, f"{FILE}:own_sine", "--json", str(tmp_path), monkeypatch=monkeypatch) == 2
+    assert "Is a directory" in capsys.readouterr().out
 
 
 # ---- in a test-suite -----------------------------------------------------------------------------------
