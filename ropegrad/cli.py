@@ -192,6 +192,7 @@ def fuzz(
     judged: Judged | None = None,
     examples: int | None = None,
     minutes: float | None = None,
+    jobs: int = 1,
     database: Path = Path(".hypothesis"),
     seed: int | None = None,
     json: Path | None = None,
@@ -210,7 +211,9 @@ def fuzz(
     examples
         Problems to try. Default: 1000, or as many as there is time for with --minutes.
     minutes
-        Time to look for.
+        Time to look for. It can be interrupted; the next run goes on with other problems.
+    jobs
+        Processes that look at the same time.
     database
         Folder for failures; several runs and machines may share it.
     seed
@@ -227,11 +230,13 @@ def fuzz(
     screen = Screen()
     try:
         facts = (judged or Judged()).facts()
+        if jobs < 1:
+            raise ropegrad.SpecError(f"--jobs {jobs}: at least one process must look")
     except ropegrad.SpecError as error:
         return target_terminal.refuse(screen, error)
     if examples is None and minutes is None:
         examples = 1000
-    effort = fuzz_terminal.Effort(examples=examples, minutes=minutes, database=database, seed=seed)
+    effort = fuzz_terminal.Effort(examples=examples, minutes=minutes, jobs=jobs, database=database, seed=seed)
     reports = target_terminal.Reports(json=json, junit=junit, repro=repro)
     return fuzz_terminal.fuzz(screen, target, *facts, effort, reports)[0]
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from test_cli import run
 
 from ropegrad.verify import Domain, assert_gradients, check, repro
+from ropegrad.verify.campaign import Jobs
 from ropegrad.verify.process import Process
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.ruling import RULES
@@ -159,6 +161,51 @@ def test_fuzzing_finds_nothing_in_a_right_function(monkeypatch, capsys, tmp_path
     assert status == 0, printed
     assert "RIGHT (60 problems, 180 calls" in printed
     assert not list(tmp_path.rglob("*.py"))
+
+
+def test_a_campaign_in_several_processes(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    options = ("--jobs", "2", "--minutes", "0.03")
+    status, printed = fuzz("rope_backward", *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+    assert "earlier" not in printed
+    first = int(re.search(r"\((\d+) problems", printed)[1])
+    status, printed = fuzz("rope_backward", *options, monkeypatch=monkeypatch, capsys=capsys)
+    second = int(re.search(r"\((\d+) problems", printed)[1])
+    assert f"with 1 earlier runs: {first + second:,} problems" in printed
+    assert fuzz("rope_backward", "--jobs", "0", monkeypatch=monkeypatch, capsys=capsys)[0] == 2
+
+
+def test_a_job_s_failure_ends_the_campaign(tmp_path):
+    contract, domain = Contract(), Domain()
+    task = {"target": f"{FILE}:own_sine", "contract": asdict(contract), "domain": asdict(domain), "seed": 1,
+            "timeout": 5, "memory": 1 << 30, "folder": ".", "database": str(tmp_path), "examples": 50,
+            "seconds": None}  # fmt: skip
+    jobs = Jobs([task])
+    jobs.wait()
+    jobs.stop()
+    assert jobs.failure == Recipe(
+        contract.spec(batch=1, heads=1, kv_heads=1, seq=1, head_dim=2, rotary_dim=2)
+    )
+
+
+def test_a_campaign_that_is_interrupted_says_what_it_saw(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    calls = 0
+
+    def interrupted(*arguments, **words):
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return attempt(*arguments, **words)
+
+    monkeypatch.setattr("ropegrad.verify.fuzz.attempt", interrupted)
+    status, printed = fuzz("rope_backward", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2
+    assert "4 problems" in printed
+    assert "interrupted; start it again to go on" in printed
+    assert fuzz("rope_backward", "--examples", "3", monkeypatch=monkeypatch, capsys=capsys)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ class Found(Exception):
     """The target broke a rule."""
 
 
-class _Enough(BaseException):
-    """Time is up: no Exception, so that Hypothesis does not take it for a failure."""
+class Stop(BaseException):
+    """The end of a search: no Exception, so that Hypothesis does not take it for a failure."""
 
 
 @dataclass
@@ -66,8 +66,12 @@ KEPT = 400  # trials kept for excuses and the contract
 
 def database(folder: Path, target: str, contract: Contract) -> ExampleDatabase:
     """Where failures of a target are kept, for the next run to try first; the folder may be shared."""
-    words = f"{target} {contract}".encode()
-    return DirectoryBasedExampleDatabase(folder / f"ropegrad-{hashlib.sha256(words).hexdigest()[:12]}")
+    return DirectoryBasedExampleDatabase(folder / slug(target, contract))
+
+
+def slug(target: str, contract: Contract) -> str:
+    """A name for files about a target under a contract."""
+    return f"ropegrad-{hashlib.sha256(f'{target} {contract}'.encode()).hexdigest()[:12]}"
 
 
 def search(
@@ -77,8 +81,8 @@ def search(
 ) -> Search:  # fmt: skip
     """Try problems until one breaks a rule, so many were tried, or time is up; then shrink that one.
 
-    start: the first seed, None for a new one each time. progress is called after every problem. A
-    KeyboardInterrupt ends the search and is passed on; the caller's `progress` has seen all.
+    start: the first seed, None for a new one each time. progress is called after every problem, and may raise
+    Stop. A KeyboardInterrupt ends the search and is passed on; the caller's `progress` has seen all.
     """
     found = Search(runner.contract, domain)
     began = time.monotonic()
@@ -90,9 +94,9 @@ def search(
             break
         left = ROUND if examples is None else examples - found.judged - found.declined
         before = found.judged + found.declined
-        _round(runner, found, min(left, ROUND), deadline, store, base + turn, progress)
+        ended = _round(runner, found, min(left, ROUND), deadline, store, base + turn, progress)
         turn += 1
-        if found.judged + found.declined == before:  # nothing new is left to try
+        if ended or found.judged + found.declined == before:  # or nothing new is left
             break
     found.seconds = time.monotonic() - began
     return found
@@ -101,13 +105,14 @@ def search(
 def _round(
     runner: Runner, found: Search, examples: int, deadline: float | None, store: ExampleDatabase | None,
     number: int, progress: Callable[[Search], None],
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
+    """One Hypothesis run; whether the search ends with it."""
     shrinks = 0
 
     def body(recipe: Recipe) -> None:
         nonlocal deadline, shrinks
         if deadline is not None and time.monotonic() >= deadline:
-            raise _Enough
+            raise Stop
         trial = attempt(runner, recipe, stop=True)
         _count(found, trial)
         progress(found)
@@ -122,7 +127,7 @@ def _round(
         ):
             found.failure = trial
         if rule in SLOW and shrinks >= SLOW_SHRINKS:
-            raise _Enough
+            raise Stop
         raise _kind(rule)
 
     phases = (Phase.reuse, Phase.generate, Phase.shrink)
@@ -134,11 +139,14 @@ def _round(
     try:
         test = seed(number)(given(recipes(runner.contract, found.domain))(body))
         configured(test)()  # after the seed, which would take the database away
-    except (_Enough, Found, Flaky):
+    except Stop:
+        return True
+    except (Found, Flaky):
         pass
     except BaseExceptionGroup as several:
         if not several.subgroup((Found, Flaky)):
             raise
+    return False
 
 
 @cache

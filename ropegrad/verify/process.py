@@ -100,7 +100,7 @@ class Process:
         self.child = subprocess.Popen(
             [sys.executable, "-m", "ropegrad.verify.child", str(self.file)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, pass_fds=[self.file],
-            env=environment | {"PYTHONPATH": _path()}, start_new_session=True,
+            env=environment | {"PYTHONPATH": import_path()}, start_new_session=True,
         )  # fmt: skip
         request = {
             "target": self.target, "contract": asdict(self.contract), "folder": self.folder,
@@ -196,7 +196,7 @@ def _shared_file() -> int:
         return os.dup(file.fileno())
 
 
-def _path() -> str:
+def import_path() -> str:
     """Where this ropegrad is, so that the child has the same one."""
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
