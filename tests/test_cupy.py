@@ -98,9 +98,9 @@ def test_no_environment_switch_makes_highest_less(cupy, switch):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_cupy_arrays_go_to_cupy_plain_and_the_answer_is_cupys(cupy):
+def test_cupy_arrays_go_to_cupy_fused_and_the_answer_is_cupys(cupy):
     arrays = [to_namespace(x, "cupy") for x in make_case(ROPE, 1).inputs.values()]
-    assert rg.explain("rope_backward", *arrays).backend == "cupy_plain"
+    assert rg.explain("rope_backward", *arrays).backend == "cupy_fused"
     assert all(isinstance(grad, cupy.ndarray) for grad in rg.rope_backward(*arrays))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ropegrad.backends.base import Backend
+from ropegrad.backends.cupy_fused import CupyFused
 from ropegrad.backends.cupy_plain import CupyPlain
 from ropegrad.backends.numpy_tiled import NumpyTiled
 from ropegrad.backends.portable import Portable
 from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec, RopeSpec
 
-BACKENDS: tuple[Backend, ...] = (NumpyTiled(), CupyPlain(), Portable())
+BACKENDS: tuple[Backend, ...] = (NumpyTiled(), CupyFused(), CupyPlain(), Portable())
 
 
 def find(name: str) -> Backend:

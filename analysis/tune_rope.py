@@ -1,0 +1,259 @@
+"""How fast the one-pass RoPE kernel is in each configuration, beside the ceiling. Needs a GPU with CuPy.
+
+For each workload of the rope suite: every configuration is checked against the oracle on a few tokens of
+the same heads, and on the whole workload against the others; the right ones take turns with the stream kernel
+and the copy of `ropegrad limits` at the same bytes; the best meet again in a longer run. Prints a table, and
+writes one JSON line a workload and configuration of the longer run.
+
+    python analysis/tune_rope.py [--cases N ...] [--samples N] [--all] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import cupy
+
+from ropegrad.arrays import nbytes, numpy_dtype
+from ropegrad.backends.cupy_fused import Bound, describe, multiprocessors
+from ropegrad.backends.rope_config import MOST_SHARED, Config
+from ropegrad.backends.rope_launch import NAMES, Memory, prepare, wanted
+from ropegrad.bench import device as devices
+from ropegrad.bench.streams import CONFIGS, arrays, copy_calls, elements, stream_calls
+from ropegrad.bench.timing import Call, Timing, measure, sets_needed
+from ropegrad.cost import rope_cost
+from ropegrad.spec import RopeSpec
+from ropegrad.suites import rope_suite
+from ropegrad.verify import check, make_case
+from ropegrad.verify.case import Case, NumpyArray
+from ropegrad.verify.draws import input_shapes
+from ropegrad.verify.runners import to_namespace, to_numpy
+
+SHARED = MOST_SHARED - (2 << 10)  # less what padding takes
+Arrays = dict[str, Any]
+
+
+# ---- configurations ----------------------------------------------------------------------------------------
+
+
+def candidates(spec: RopeSpec) -> Iterator[Config]:
+    """Configurations to try: heads a thread, rows in flight, access width, lanes, tokens, registers."""
+    size = nbytes((1,), spec.dtype)
+    for width, heads, rows, split in itertools.product((16, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2)):
+        lanes = spec.rotary_dim * size // (2 * width * split)
+        groups_q, groups_k = -(-(spec.heads or 0) // heads), -(-(spec.kv_heads or 0) // heads)
+        one = lanes * (groups_q + groups_k)
+        if rows > heads or heads > 2 * rows or (split == 2 and (rows < heads or heads > 2)):
+            continue
+        sums = 4 * width // size * nbytes((1,), spec.compute)
+        for tokens in dict.fromkeys((1, max(1, 192 // one))):
+            threads = one * tokens
+            if threads > 1024 or threads * sums > SHARED or groups_q + groups_k > 64:
+                continue
+            yield Config(
+                vector=width, lanes=lanes, tokens=tokens, groups_q=groups_q, groups_k=groups_k, rows=rows
+            )
+
+
+def refined(best: list[Config]) -> Iterator[Config]:
+    """The best ones with hints to the caches, and with fewer registers."""
+    for config in best:
+        for hint in (1, 2):
+            yield replace(config, hint=hint)
+        fits = 65536 // (config.threads * 96)
+        if fits > 1:
+            yield replace(config, blocks=fits)
+
+
+def label(config: Config) -> str:
+    """For a table."""
+    groups = f"{config.groups_q}+{config.groups_k}"
+    return (
+        f"v{config.vector} {config.lanes}x{config.tokens}x({groups}) r{config.rows} b{config.blocks} "
+        f"h{config.hint}"
+    )
+
+
+# ---- right? ------------------------------------------------------------------------------------------------
+
+
+def few_tokens(spec: RopeSpec, config: Config) -> str | None:
+    """What is wrong with this configuration on a few tokens; None if nothing is."""
+    case = make_case(replace(spec, batch=1, seq=5, table_batch=1), 1)
+
+    def run(case: Case) -> dict[str, NumpyArray]:
+        assert isinstance(case.spec, RopeSpec)
+        inputs = {name: to_namespace(x, "cupy") for name, x in case.inputs.items() if x is not None}
+        out = poisoned(case.spec)
+        Bound(case.spec, config)(inputs, out)
+        return {name: to_numpy(x) for name, x in out.items()}
+
+    try:
+        verdict = check(case, run)
+    except Exception as error:  # cannot be compiled or launched: not a candidate
+        return f"{type(error).__name__}: {error}"[:300]
+    return None if verdict.passed else str(verdict.findings[0])
+
+
+def poisoned(spec: RopeSpec) -> Arrays:
+    """Outputs full of NaN."""
+    return {
+        f"grad_{need}": cupy.full(shape, math.nan, numpy_dtype(dtype))
+        for need in spec.needs
+        for shape, dtype in [spec.output(need)]
+    }
+
+
+def whole(spec: RopeSpec, config: Config | None, inputs: Arrays, reference: Arrays | None) -> Arrays:
+    """Outputs for the whole workload. Raises AssertionError where they do not go with `reference`.
+
+    grad_q and grad_k have the same bits in every configuration; sums in another order may differ by twice
+    their bound, 2·γ_n·Σ|g·x|.
+    """
+    out = poisoned(spec)
+    Bound(spec, config)(inputs, out)
+    if reference is None:
+        return out
+    for name in ("grad_q", "grad_k"):
+        assert bool((out[name] == reference[name]).all()), f"{name} differs"
+    magnitude = sum(abs(inputs[f"grad_{s}_embed"] * inputs[s]).sum(axis=1) for s in ("q", "k"))
+    n = (spec.heads or 0) + (spec.kv_heads or 0)
+    gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
+    assert bool((abs(out["grad_cos"] - reference["grad_cos"]) <= 2 * gamma * magnitude).all()), "grad_cos"
+    assert bool(cupy.isfinite(out["grad_sin"]).all()), "grad_sin"
+    return out
+
+
+# ---- timing ------------------------------------------------------------------------------------------------
+
+
+def input_sets(spec: RopeSpec, count: int) -> list[tuple[Arrays, Arrays]]:
+    """`count` sets of random inputs and of outputs."""
+    random = cupy.random.default_rng(2026)
+    sets = []
+    for _ in range(count):
+        inputs = {
+            name: random.standard_normal(shape, dtype=cupy.float32).astype(numpy_dtype(dtype), copy=False)
+            for name, (shape, dtype) in input_shapes(spec).items()
+        }
+        sets.append((inputs, poisoned(spec)))
+    return sets
+
+
+def calls(spec: RopeSpec, config: Config | None, sets: list[tuple[Arrays, Arrays]]) -> list[Call]:
+    """A launch on each set."""
+    bound = Bound(spec, config)
+    return [partial(bound, inputs, out) for inputs, out in sets]
+
+
+def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str, Any]]:
+    """Time one workload; a line for each contender of the longer run."""
+    here = devices.current()
+    moved = rope_cost(spec).moved
+    n, half = elements(moved), -(-moved // 2)
+    sets = input_sets(spec, sets_needed(moved, here.l2))
+    streams = arrays(sets_needed(48 * n, here.l2), [4 * n] * 3)
+    copies = arrays(sets_needed(2 * half, here.l2), [-(-half // 4)] * 2)
+    ceiling = {f"stream {c.name}": stream_calls(c, streams, here.multiprocessors) for c in CONFIGS}
+    reference = whole(spec, None, sets[0][0], None)
+
+    def right(configs: Iterator[Config]) -> dict[str, Config]:
+        found = {}
+        for config in configs:
+            reason = few_tokens(spec, config)
+            if reason is None:
+                whole(spec, config, sets[0][0], reference)
+                found[label(config)] = config
+            else:
+                print(f"  not {label(config)}: {reason}")
+        return found
+
+    def timed(configs: Mapping[str, Config], others: Mapping[str, list[Call]], n: int) -> dict[str, Timing]:
+        ours = {key: calls(spec, config, sets) for key, config in configs.items()}
+        return measure({**ours, **others}, "span", l2=here.l2, samples=n)
+
+    configs = right(candidates(spec))
+    first = timed(configs, ceiling, 8)
+    ranked = sorted(configs, key=lambda key: first[key].median_us)
+    more = right(refined([configs[key] for key in ranked[:3]]))
+    second = timed(more, {}, 8)
+    configs |= more
+    ranked = sorted(configs, key=lambda key: {**first, **second}[key].median_us)
+    fastest = sorted(ceiling, key=lambda key: first[key].median_us)[:3]
+    finalists: dict[str, list[Call]] = {key: ceiling[key] for key in fastest}
+    finalists |= {"copy": copy_calls(copies, half), "rule": calls(spec, None, sets)}
+    final = timed({key: configs[key] for key in ranked[:6]}, finalists, samples)
+    kept = {**first, **second, **final} if every else final
+    rule = prepare(spec, dense(spec), multiprocessors(cupy.cuda.Device().id))
+    best = min(final[key].median_us for key in ("copy", *fastest))
+    return [
+        {
+            "case": name, "moved": moved, "contender": key, "median_us": round(taken.median_us, 3),
+            "spread_us": round(taken.spread_us, 3), "ratio": round(taken.median_us / best, 4),
+            "ceiling_us": round(best, 3), "protocol": taken.protocol, "device": here.name,
+            "final": key in final,
+            "config": asdict(configs[key]) if key in configs else None, "rule": describe(spec, rule)[-1],
+        }
+        for key, taken in kept.items()
+    ]  # fmt: skip
+
+
+def dense(spec: RopeSpec) -> tuple[Memory | None, ...]:
+    """The memory of contiguous arrays."""
+    shapes = {name: shape for name, (shape, _) in input_shapes(spec).items()}
+    shapes |= {f"grad_{need}": spec.output(need)[0] for need in spec.needs}
+    names = wanted(spec)
+    size = nbytes((1,), spec.dtype)
+    return tuple(
+        Memory(0, tuple(size * math.prod(shapes[name][i + 1 :]) for i in range(len(shapes[name]))))
+        if name in names else None
+        for name in NAMES
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the suite's cases, from 0")
+    parser.add_argument("--samples", type=int, default=30)
+    parser.add_argument("--all", action="store_true", help="also write what left after the short runs")
+    parser.add_argument("--out", default="tune-rope.jsonl")
+    given = parser.parse_args()
+    suite = list(rope_suite().items())
+    chosen = [suite[i] for i in given.cases] if given.cases else suite
+    print(f"{devices.current().name}, CuPy {cupy.__version__}; microseconds, and their ratio to the ceiling")
+    print(f"{'case':24} {'MB':>6} {'ceiling':>8} {'rule':>8} {'':6} {'best':>8} {'':6} configuration")
+    started, ratios = time.perf_counter(), []
+    with open(given.out, "w", encoding="utf-8") as file:
+        for name, spec in chosen:
+            lines = tune(name, replace(spec, namespace="cupy"), given.samples, given.all)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            final = {line["contender"]: line for line in lines if line["final"]}
+            ours = [line for line in final.values() if line["config"]]
+            best, rule = min(ours, key=lambda line: line["median_us"]), final["rule"]
+            ratios.append((rule["median_us"], best["median_us"], rule["ceiling_us"]))
+            print(
+                f"{name:24} {rule['moved'] / 1e6:6.1f} {rule['ceiling_us']:8.2f} {rule['median_us']:8.2f} "
+                f"{rule['ratio']:6.3f} {best['median_us']:8.2f} {best['ratio']:6.3f} {best['contender']}",
+                flush=True,
+            )
+    for i, who in enumerate(("rule", "best")):
+        mean = statistics.fmean(row[i] for row in ratios), statistics.fmean(row[2] for row in ratios)
+        geometric = statistics.geometric_mean(row[i] / row[2] for row in ratios)
+        print(
+            f"{who}: mean {mean[0]:.2f} us, {mean[0] / mean[1]:.3f} x ceiling; geometric mean {geometric:.3f}"
+        )
+    print(f"{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
