@@ -24,7 +24,7 @@ from typing import Any
 import cupy
 
 from ropegrad.arrays import nbytes, numpy_dtype
-from ropegrad.backends.cupy_fused import Bound, describe, multiprocessors
+from ropegrad.backends.cupy_fused import Bound, describe, gpu
 from ropegrad.backends.rope_config import MOST_SHARED, Config
 from ropegrad.backends.rope_launch import NAMES, Memory, prepare, wanted
 from ropegrad.bench import device as devices
@@ -64,11 +64,38 @@ def candidates(spec: RopeSpec) -> Iterator[Config]:
             )
 
 
+def pipelines(spec: RopeSpec) -> Iterator[Config]:
+    """Configurations of the pipeline: heads a thread at once, groups, depth, blocks a multiprocessor."""
+    lanes = spec.rotary_dim * nbytes((1,), spec.dtype) // 32
+    for heads, rows, blocks in itertools.product((2, 4, 8), (1, 2), (1, 2, 3, 4)):
+        groups_q, groups_k = -(-(spec.heads or 0) // heads), -(-(spec.kv_heads or 0) // heads)
+        if lanes * (groups_q + groups_k) > 512:
+            continue
+        config = Config(
+            lanes=lanes, tokens=1, groups_q=groups_q, groups_k=groups_k, rows=rows, blocks=blocks, stages=2
+        )
+        depths = [depth for depth in range(2, 17) if fits(spec, replace(config, stages=depth))]
+        yield from (
+            replace(config, stages=depth) for depth in {*depths[-1:], *depths[len(depths) // 2 :][:1]}
+        )
+
+
+def fits(spec: RopeSpec, config: Config) -> bool:
+    """Whether as many blocks have shared memory on a multiprocessor as the configuration says."""
+    launch = prepare(spec, dense(spec), gpu(cupy.cuda.Device().id), config)
+    assert launch is not None
+    runtime = cupy.cuda.runtime
+    all_blocks = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0)
+    return launch.shared + 1024 <= int(all_blocks) // config.blocks  # 1024: CUDA's own share of a block
+
+
 def refined(best: list[Config]) -> Iterator[Config]:
     """The best ones with hints to the caches, and with fewer registers."""
     for config in best:
         for hint in (1, 2):
             yield replace(config, hint=hint)
+        if config.stages:
+            continue
         fits = 65536 // (config.threads * 96)
         if fits > 1:
             yield replace(config, blocks=fits)
@@ -79,7 +106,7 @@ def label(config: Config) -> str:
     groups = f"{config.groups_q}+{config.groups_k}"
     return (
         f"v{config.vector} {config.lanes}x{config.tokens}x({groups}) r{config.rows} b{config.blocks} "
-        f"h{config.hint}"
+        f"h{config.hint}" + (f" s{config.stages}" if config.stages else "")
     )
 
 
@@ -125,11 +152,15 @@ def whole(spec: RopeSpec, config: Config | None, inputs: Arrays, reference: Arra
         return out
     for name in ("grad_q", "grad_k"):
         assert bool((out[name] == reference[name]).all()), f"{name} differs"
-    magnitude = sum(abs(inputs[f"grad_{s}_embed"] * inputs[s]).sum(axis=1) for s in ("q", "k"))
+    half = spec.rotary_dim // 2
     n = (spec.heads or 0) + (spec.kv_heads or 0)
     gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
-    assert bool((abs(out["grad_cos"] - reference["grad_cos"]) <= 2 * gamma * magnitude).all()), "grad_cos"
-    assert bool(cupy.isfinite(out["grad_sin"]).all()), "grad_sin"
+    for name, apart in (("grad_cos", 0), ("grad_sin", half)):
+        magnitude = sum(
+            abs(inputs[f"grad_{s}_embed"] * cupy.roll(inputs[s], apart, axis=-1)).sum(axis=1)
+            for s in ("q", "k")
+        )
+        assert bool((abs(out[name] - reference[name]) <= 2 * gamma * magnitude).all()), f"{name} differs"
     return out
 
 
@@ -181,7 +212,7 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str,
         ours = {key: calls(spec, config, sets) for key, config in configs.items()}
         return measure({**ours, **others}, "span", l2=here.l2, samples=n)
 
-    configs = right(candidates(spec))
+    configs = right(itertools.chain(candidates(spec), pipelines(spec)))
     first = timed(configs, ceiling, 8)
     ranked = sorted(configs, key=lambda key: first[key].median_us)
     more = right(refined([configs[key] for key in ranked[:3]]))
@@ -193,7 +224,7 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str,
     finalists |= {"copy": copy_calls(copies, half), "rule": calls(spec, None, sets)}
     final = timed({key: configs[key] for key in ranked[:6]}, finalists, samples)
     kept = {**first, **second, **final} if every else final
-    rule = prepare(spec, dense(spec), multiprocessors(cupy.cuda.Device().id))
+    rule = prepare(spec, dense(spec), gpu(cupy.cuda.Device().id))
     best = min(final[key].median_us for key in ("copy", *fastest))
     return [
         {

@@ -16,7 +16,7 @@ from typing import Any
 from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cupy_plain import CupyPlain
-from ropegrad.backends.rope_config import Config
+from ropegrad.backends.rope_config import MOST_SHARED, Config, Gpu
 from ropegrad.backends.rope_instance import ENTRY, Instance
 from ropegrad.backends.rope_launch import ALIGNED, NAMES, PLACES, Launch, Memory, prepare, wanted
 from ropegrad.spec import QkvSpec, RopeSpec
@@ -41,9 +41,7 @@ class CupyFused:
     def explain(self, spec: RopeSpec | QkvSpec, inputs: Inputs) -> list[str]:
         """The kernel's access and shape."""
         assert isinstance(spec, RopeSpec)
-        launch = prepare(
-            spec, _layout_of(spec, inputs), multiprocessors(next(iter(inputs.values())).device.id)
-        )
+        launch = prepare(spec, _layout_of(spec, inputs), gpu(next(iter(inputs.values())).device.id))
         return describe(spec, launch)
 
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
@@ -141,10 +139,12 @@ class Bound:
     def _prepare(self, device: int, memory: tuple[Any, ...]) -> _Ready | None:
         found = dict(zip(self.names, (Memory(*one) for one in memory), strict=True))
         layout = tuple(found.get(name) for name in NAMES)
-        launch = prepare(self.spec, layout, multiprocessors(device), self.config)
+        launch = prepare(self.spec, layout, gpu(device), self.config)
         if launch is None:
             return None
         kernel = compiled(launch.instance)
+        if launch.shared > MOST_SHARED:
+            kernel.max_dynamic_shared_size_bytes = launch.shared
         return _Ready(
             function=kernel.kernel.ptr,  # on the current device
             shape=(*launch.grid, *launch.block, launch.shared),
@@ -169,12 +169,14 @@ def compiled(instance: Instance) -> Any:
 
 
 @functools.cache
-def multiprocessors(device: int) -> int:
-    """Of a device."""
+def gpu(device: int) -> Gpu:
+    """What the rule knows of a device."""
     import cupy
 
     runtime = cupy.cuda.runtime
-    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
+    wanted = runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
+    multiprocessors, shared = (int(runtime.deviceGetAttribute(one, device)) for one in wanted)
+    return Gpu(multiprocessors, int(cupy.cuda.Device(device).compute_capability), shared)
 
 
 def allocate(spec: RopeSpec) -> Outputs:

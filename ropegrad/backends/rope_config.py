@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MOST_SHARED = 48 << 10  # bytes a block has without asking
 MOST_GROUPS = 64  # threads along z
@@ -13,7 +14,7 @@ MOST_GRID = 65_535  # blocks along y and z
 class Config:
     """A block is lanes x tokens x (groups_q + groups_k) threads; each has `rows` rows in flight.
 
-    groups_q, groups_k: share the heads of q and of k.
+    groups_q, groups_k: share the heads of q and of k. stages: of the pipeline, 0 for plain loads.
     vector: most bytes an access; blocks: how many must fit a multiprocessor; hint: see `Instance`.
     """
 
@@ -25,6 +26,7 @@ class Config:
     rows: int
     blocks: int = 1
     hint: int = 0
+    stages: int = 0
 
     @property
     def groups(self) -> int:
@@ -37,12 +39,21 @@ class Config:
         return self.lanes * self.tokens * self.groups
 
 
+class Gpu(NamedTuple):
+    """What the rule knows of a GPU. capability: 90 for sm_90; shared: bytes a block may have at most."""
+
+    multiprocessors: int
+    capability: int
+    shared: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What the rule looks at.
 
     lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none are read; tokens: in all;
-    thread_bytes: of shared memory that a thread needs, 0 where no table gradient is wanted.
+    thread_bytes: of shared memory that a thread needs, 0 where no table gradient is wanted; row_bytes: read
+    for a head of a token; pipeline: whether bulk copies can bring the rows.
     """
 
     lanes: int
@@ -50,7 +61,9 @@ class Work:
     kv_heads: int
     tokens: int
     thread_bytes: int
-    multiprocessors: int
+    row_bytes: int
+    pipeline: bool
+    gpu: Gpu
 
 
 def choose(work: Work) -> Config:
@@ -63,7 +76,7 @@ def choose(work: Work) -> Config:
     lanes = min(work.lanes, 32)
     if not work.thread_bytes:
         return spread(work, lanes=lanes, threads=256, rows=4)
-    few = work.tokens <= 2 * work.multiprocessors
+    few = work.tokens <= 2 * work.gpu.multiprocessors
     threads = min(640 if few else 256, MOST_SHARED // work.thread_bytes - 64)
     return spread(work, lanes=lanes, threads=threads, rows=2)
 

@@ -6,12 +6,14 @@ import functools
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "kernels" / "rope_backward.cu"
+FOLDER = Path(__file__).parent / "kernels"
+PARTS = ("numbers.cuh", "memory.cuh", "rope_rows.cuh", "rope_tables.cuh", "rope_backward.cu")
+PIPELINE = "rope_pipeline.cu"
 ENTRY = "rope_backward"
 
 _TYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float", "float64": "double"}
-_COMPILED = ("vector", "lanes", "rows", "hint", "dense", "dense_table", "interleaved", "half_table",
-             "rotate", "rest", "cos", "sin", "add")  # fmt: skip
+_COMPILED = ("vector", "lanes", "groups_q", "groups_k", "rows", "stages", "hint", "dense",
+             "dense_table", "interleaved", "half_table", "rotate", "rest", "cos", "sin", "add")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,9 @@ class Instance:
         are added to what is there.
     rows
         Rows a thread has in flight.
+    stages, groups_q, groups_k
+        Of the pipeline (sm_90 and newer): its depth, and the groups of threads that share q's and k's heads.
+        All 0: the kernel of plain loads, which is told its groups when it is launched.
     hint
         0: none; 1: loads pass L1 by, stores leave L2 first; 2: as 1, and loads fetch 256 bytes into L2.
     threads, blocks
@@ -55,6 +60,9 @@ class Instance:
     hint: int
     threads: int
     blocks: int
+    stages: int = 0
+    groups_q: int = 0
+    groups_k: int = 0
 
     @property
     def slots(self) -> int:
@@ -68,7 +76,7 @@ class Instance:
 
     def source(self) -> str:
         """The kernel's text and this instance of it, `extern "C"` and called ENTRY."""
-        return f"{kernel_text()}\n{self.definition()}"
+        return f"{kernel_text(bool(self.stages))}\n{self.definition()}"
 
     def definition(self, entry: str = ENTRY) -> str:
         """The part of the source that is this instance's own."""
@@ -77,10 +85,11 @@ class Instance:
             for name in ("storage", "table", "compute")
         )
         values = " ".join(f"static constexpr int {name} = {int(getattr(self, name))};" for name in _COMPILED)
+        body = "rope_pipeline_of" if self.stages else "rope_backward_of"
         return (
             f"struct {entry}_instance {{ {types} {values} }};\n"
             f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.blocks})\n'
-            f"{entry}(const Arguments arguments) {{ rope_backward_of<{entry}_instance>(arguments); }}\n"
+            f"{entry}(const Arguments arguments) {{ {body}<{entry}_instance>(arguments); }}\n"
         )
 
 
@@ -88,6 +97,8 @@ assert set(_COMPILED) < {field.name for field in fields(Instance)}
 
 
 @functools.cache
-def kernel_text() -> str:
-    """rope_backward.cu."""
-    return SOURCE.read_text(encoding="utf-8")
+def kernel_text(pipeline: bool) -> str:
+    """The files of the kernel, in the order in which they build on each other."""
+    return "\n".join(
+        (FOLDER / part).read_text(encoding="utf-8") for part in (*PARTS, *(PIPELINE,) * pipeline)
+    )

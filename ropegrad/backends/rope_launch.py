@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
-from ropegrad.backends.rope_config import MOST_GRID, Config, Work, choose
+from ropegrad.backends.rope_config import MOST_GRID, Config, Gpu, Work, choose
 from ropegrad.backends.rope_instance import Instance
 from ropegrad.errors import SpecError
 from ropegrad.spec import RopeSpec
@@ -70,9 +70,7 @@ def wanted(spec: RopeSpec) -> tuple[str, ...]:
     return tuple(name for name in NAMES if name in names)
 
 
-def prepare(
-    spec: RopeSpec, layout: Layout, multiprocessors: int, config: Config | None = None
-) -> Launch | None:
+def prepare(spec: RopeSpec, layout: Layout, gpu: Gpu, config: Config | None = None) -> Launch | None:
     """The launch for arrays in this memory; None where there is nothing to write.
 
     `config` overrides the rule. Raises SpecError for memory that no GPU can read.
@@ -83,17 +81,12 @@ def prepare(
     if not tokens:
         return None
     vector, dense = _access(spec, memory, config.vector if config else ALIGNED)
-    work = _work(spec, vector, tokens, multiprocessors)
+    work = _work(spec, memory, vector, dense, tokens, gpu)
     config = config or choose(work)
     instance = _instance(spec, memory, vector, dense, config)
-    blocks = (
-        -(-tokens // config.tokens),
-        -(-work.lanes // config.lanes),
-        1 if work.thread_bytes else _splits(work, config),
-    )
-    shared = _shared(instance, config.threads)
     values = _arguments(spec, memory, instance, config, tokens, walking)
-    return Launch(instance, config, blocks, (config.lanes, config.tokens, config.groups), shared, values)
+    grid, block = _shape(work, config)
+    return Launch(instance, config, grid, block, _shared(spec, instance, config), values)
 
 
 # ---- access ------------------------------------------------------------------------------------------------
@@ -141,6 +134,7 @@ def _instance(
         if (found := memory[name]) is not None:
             _judge(name, found, size)
     read = [found for name in ("cos", "sin") if (found := memory[name]) is not None]
+    threads = config.threads // 32 * 32 + 64 if config.stages else -(-config.threads // 64) * 64
     return Instance(
         storage=spec.dtype, table=spec.table_dtype, compute=spec.compute, vector=vector,
         lanes=-(-spec.rotary_dim // (2 * vector)), dense=dense,
@@ -148,14 +142,18 @@ def _instance(
         interleaved=interleaved, half_table=half, rotate=bool({"q", "k"} & set(spec.needs)),
         rest=spec.rotary_dim < spec.head_dim,
         cos="cos" in spec.needs, sin="sin" in spec.needs, add=spec.accumulate, rows=config.rows,
-        hint=config.hint, threads=-(-config.threads // 64) * 64, blocks=config.blocks,
+        hint=config.hint, threads=threads, blocks=config.blocks,
+        stages=config.stages, groups_q=config.groups_q * bool(config.stages),
+        groups_k=config.groups_k * bool(config.stages),
     )  # fmt: skip
 
 
 # ---- shape -------------------------------------------------------------------------------------------------
 
 
-def _work(spec: RopeSpec, vector: int, tokens: int, multiprocessors: int) -> Work:
+def _work(
+    spec: RopeSpec, memory: dict[str, Memory | None], vector: int, dense: bool, tokens: int, gpu: Gpu
+) -> Work:
     kinds = len({"cos", "sin"} & set(spec.needs))
     slots = vector if spec.table == "half" else 2 * vector
     rest = (spec.head_dim - spec.rotary_dim) // vector
@@ -163,8 +161,41 @@ def _work(spec: RopeSpec, vector: int, tokens: int, multiprocessors: int) -> Wor
     return Work(
         lanes=max(-(-spec.rotary_dim // (2 * vector)), -(-rest // 4), 1),
         heads=heads, kv_heads=kv_heads, tokens=tokens,
-        thread_bytes=kinds * slots * nbytes((1,), spec.compute), multiprocessors=multiprocessors,
+        thread_bytes=kinds * slots * nbytes((1,), spec.compute), gpu=gpu,
+        row_bytes=nbytes((spec.rotary_dim,), spec.dtype) * (2 if kinds else 1),
+        pipeline=gpu.capability >= 90 and dense and _pipelines(spec, memory, vector),
     )  # fmt: skip
+
+
+def _pipelines(spec: RopeSpec, memory: dict[str, Memory | None], vector: int) -> bool:
+    """Whether rows can be copied in bulk: whole ones, of multiples of 16 bytes at multiples of 16."""
+    whole = spec.rotary_dim == spec.head_dim and spec.rotary_dim % (2 * vector) == 0
+    rows = nbytes((spec.head_dim,), spec.dtype), nbytes((spec.columns,), spec.table_dtype)
+    if spec.accumulate or not whole or not sum(_heads(spec)) or any(row % ALIGNED for row in rows):
+        return False
+    shapes = {name: spec.head_shape(2) for name in HEADS} | dict.fromkeys(TABLES, spec.table_shape)
+    sizes = {name: nbytes((1,), spec.dtype if name in HEADS else spec.table_dtype) for name in NAMES}
+    read = [name for name in NAMES if memory[name] is not None and name not in ("grad_cos", "grad_sin")]
+    return all(
+        _dense(found, shapes[name], sizes[name], ALIGNED)
+        for name in read
+        if (found := memory[name]) is not None
+    )
+
+
+def _shape(work: Work, config: Config) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Grid and block."""
+    if config.stages:
+        if not work.pipeline or config.lanes != work.lanes or config.tokens != 1:
+            raise ValueError(f"no pipeline for {work} by {config}")
+        each = -(-work.tokens // (work.gpu.multiprocessors * config.blocks))
+        return (-(-work.tokens // each), 1, 1), (-(-config.threads // 32) * 32 + 32, 1, 1)
+    grid = (
+        -(-work.tokens // config.tokens),
+        -(-work.lanes // config.lanes),
+        1 if work.thread_bytes else _splits(work, config),
+    )
+    return grid, (config.lanes, config.tokens, config.groups)
 
 
 def _splits(work: Work, config: Config) -> int:
@@ -183,11 +214,16 @@ def _heads(spec: RopeSpec) -> tuple[int, int]:
     )
 
 
-def _shared(instance: Instance, threads: int) -> int:
-    """Bytes of partial sums; the padding is that of the kernel's `slot_stride`."""
+def _shared(spec: RopeSpec, instance: Instance, config: Config) -> int:
+    """Bytes: partial sums, padded as the kernel's `slot_stride`; the pipeline's `Ring`."""
     size = nbytes((1,), instance.compute)
-    stride = -(-threads // 32) * 32 + 128 // (size * instance.table_run)
-    return (instance.cos + instance.sin) * instance.slots * stride * size
+    stride = -(-config.threads // 32) * 32 + 128 // (size * instance.table_run)
+    sums = (instance.cos + instance.sin) * instance.slots * stride * size
+    if not config.stages:
+        return sums
+    rows = config.groups * config.rows * nbytes((spec.head_dim,), spec.dtype)
+    stage = rows * (1 + (instance.cos or instance.sin)) + 2 * nbytes((spec.columns,), spec.table_dtype)
+    return config.stages * (stage + 16) + 2 * sums
 
 
 def _arguments(
@@ -210,7 +246,14 @@ def _arguments(
         values += [0, *(strides if batched else [0, *strides])]
     vectors = spec.rotary_dim // instance.vector
     rest = (spec.head_dim - spec.rotary_dim) // (instance.vector if instance.dense else 1)
-    values += [*_heads(spec), spec.seq, config.groups_q, tokens, spec.batch if walking else 1]
+    values += [
+        *_heads(spec),
+        spec.seq,
+        config.groups_q,
+        config.groups_k,
+        tokens,
+        spec.batch if walking else 1,
+    ]
     values += [vectors, rest, spec.adjoint == "paired"]
     return array("q", values)
 
