@@ -186,7 +186,7 @@ def calls(spec: RopeSpec, config: Config | None, sets: list[tuple[Arrays, Arrays
     return [partial(bound, inputs, out) for inputs, out in sets]
 
 
-def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str, Any]]:
+def tune(name: str, spec: RopeSpec, samples: int, every: bool, pipeline: bool) -> list[dict[str, Any]]:
     """Time one workload; a line for each contender of the longer run."""
     here = devices.current()
     moved = rope_cost(spec).moved
@@ -212,7 +212,7 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str,
         ours = {key: calls(spec, config, sets) for key, config in configs.items()}
         return measure({**ours, **others}, "span", l2=here.l2, samples=n)
 
-    configs = right(itertools.chain(candidates(spec), pipelines(spec)))
+    configs = right(itertools.chain(candidates(spec), pipelines(spec) if pipeline else ()))
     first = timed(configs, ceiling, 8)
     ranked = sorted(configs, key=lambda key: first[key].median_us)
     more = right(refined([configs[key] for key in ranked[:3]]))
@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--all", action="store_true", help="also write what left after the short runs")
     parser.add_argument("--out", default="tune-rope.jsonl")
+    parser.add_argument("--no-pipeline", action="store_true", help="plain loads only")
     given = parser.parse_args()
     suite = list(rope_suite().items())
     chosen = [suite[i] for i in given.cases] if given.cases else suite
@@ -265,7 +266,9 @@ def main() -> None:
     started, ratios = time.perf_counter(), []
     with open(given.out, "w", encoding="utf-8") as file:
         for name, spec in chosen:
-            lines = tune(name, replace(spec, namespace="cupy"), given.samples, given.all)
+            lines = tune(
+                name, replace(spec, namespace="cupy"), given.samples, given.all, not given.no_pipeline
+            )
             file.writelines(json.dumps(line) + "\n" for line in lines)
             file.flush()
             final = {line["contender"]: line for line in lines if line["final"]}
