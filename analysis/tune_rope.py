@@ -26,7 +26,8 @@ import cupy
 from ropegrad.arrays import nbytes, numpy_dtype
 from ropegrad.backends.cupy_fused import Bound, describe, gpu
 from ropegrad.backends.rope_config import MOST_SHARED, Config
-from ropegrad.backends.rope_launch import NAMES, Memory, prepare, wanted
+from ropegrad.backends.rope_launch import prepare, wanted
+from ropegrad.backends.rope_memory import NAMES, Memory, array_of, dense_memory
 from ropegrad.bench import device as devices
 from ropegrad.bench.streams import CONFIGS, arrays, copy_calls, elements, stream_calls
 from ropegrad.bench.timing import Call, Timing, measure, sets_needed
@@ -92,13 +93,11 @@ def fits(spec: RopeSpec, config: Config) -> bool:
 def refined(best: list[Config]) -> Iterator[Config]:
     """The best ones with hints to the caches, and with fewer registers."""
     for config in best:
-        for hint in (1, 2):
-            yield replace(config, hint=hint)
+        yield replace(config, hint=1)
         if config.stages:
             continue
-        fits = 65536 // (config.threads * 96)
-        if fits > 1:
-            yield replace(config, blocks=fits)
+        for registers in (64, 96):
+            yield replace(config, blocks=max(1, 65536 // (config.threads * registers)))
 
 
 def label(config: Config) -> str:
@@ -215,14 +214,18 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool, pipeline: bool) -
     configs = right(itertools.chain(candidates(spec), pipelines(spec) if pipeline else ()))
     first = timed(configs, ceiling, 8)
     ranked = sorted(configs, key=lambda key: first[key].median_us)
-    more = right(refined([configs[key] for key in ranked[:3]]))
+    plain = [key for key in ranked if not configs[key].stages][:3]
+    staged = [key for key in ranked if configs[key].stages][:3]
+    more = right(refined([configs[key] for key in plain + staged]))
     second = timed(more, {}, 8)
     configs |= more
     ranked = sorted(configs, key=lambda key: {**first, **second}[key].median_us)
+    plain = [key for key in ranked if not configs[key].stages][:4]
+    ranked = plain + [key for key in ranked if configs[key].stages][:4]
     fastest = sorted(ceiling, key=lambda key: first[key].median_us)[:3]
     finalists: dict[str, list[Call]] = {key: ceiling[key] for key in fastest}
     finalists |= {"copy": copy_calls(copies, half), "rule": calls(spec, None, sets)}
-    final = timed({key: configs[key] for key in ranked[:6]}, finalists, samples)
+    final = timed({key: configs[key] for key in ranked}, finalists, samples)
     kept = {**first, **second, **final} if every else final
     rule = prepare(spec, dense(spec), gpu(cupy.cuda.Device().id))
     best = min(final[key].median_us for key in ("copy", *fastest))
@@ -240,15 +243,7 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool, pipeline: bool) -
 
 def dense(spec: RopeSpec) -> tuple[Memory | None, ...]:
     """The memory of contiguous arrays."""
-    shapes = {name: shape for name, (shape, _) in input_shapes(spec).items()}
-    shapes |= {f"grad_{need}": spec.output(need)[0] for need in spec.needs}
-    names = wanted(spec)
-    size = nbytes((1,), spec.dtype)
-    return tuple(
-        Memory(0, tuple(size * math.prod(shapes[name][i + 1 :]) for i in range(len(shapes[name]))))
-        if name in names else None
-        for name in NAMES
-    )  # fmt: skip
+    return tuple(dense_memory(*array_of(spec, name)) if name in wanted(spec) else None for name in NAMES)
 
 
 def main() -> None:

@@ -16,9 +16,10 @@ from typing import Any
 from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cupy_plain import CupyPlain
-from ropegrad.backends.rope_config import MOST_SHARED, Config, Gpu
+from ropegrad.backends.rope_config import MOST_GRID, MOST_SHARED, Config, Gpu
 from ropegrad.backends.rope_instance import ENTRY, Instance
-from ropegrad.backends.rope_launch import ALIGNED, NAMES, PLACES, Launch, Memory, prepare, wanted
+from ropegrad.backends.rope_launch import PLACES, Launch, prepare, too_many, wanted
+from ropegrad.backends.rope_memory import ALIGNED, NAMES, Memory, array_of, dense_memory
 from ropegrad.spec import QkvSpec, RopeSpec
 
 _PLAIN = CupyPlain()
@@ -36,7 +37,9 @@ class CupyFused:
             return "CuPy is not installed (extra cuda12 or cuda13)"
         if spec.namespace != "cupy":
             return f"it runs CuPy arrays, these are of {spec.namespace}"
-        return "it has RoPE alone, not the projections" if isinstance(spec, QkvSpec) else None
+        if isinstance(spec, QkvSpec):
+            return "it has RoPE alone, not the projections"
+        return f"more than {MOST_GRID} batches of more than {MOST_GRID} tokens" if too_many(spec) else None
 
     def explain(self, spec: RopeSpec | QkvSpec, inputs: Inputs) -> list[str]:
         """The kernel's access and shape."""
@@ -79,14 +82,40 @@ def describe(spec: RopeSpec, launch: Launch | None) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    """A launch on one device, but for the addresses. values[0] is CUDA's list of one parameter, behind it."""
+class Filled:
+    """A launch on certain addresses; calling it makes it, on the current stream. Nothing in it is written.
 
-    function: int
-    shape: tuple[int, ...]  # grid, block, bytes of shared memory
+    shape: grid, block, bytes of shared memory. values[0] is CUDA's list of one parameter, which stands behind
+    it. kernel holds the loaded module; function None: there is nothing to do.
+    """
+
+    device: int
+    function: int | None
+    shape: tuple[int, ...]
     values: array[int]
-    places: tuple[int, ...]
-    kernel: Any  # holds the loaded module
+    kernel: Any
+
+    def __call__(self) -> None:
+        """Launch."""
+        import cupy
+
+        if self.function is None:
+            return
+        with on_device(self.device):
+            stream, start = cupy.cuda.get_current_stream().ptr, self.values.buffer_info()[0]
+            cupy.cuda.driver.launchKernel(self.function, *self.shape, stream, start, 0)
+
+    def captured(self) -> Any:
+        """A CUDA graph of this launch."""
+        import cupy
+
+        with on_device(self.device), cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                self()
+            finally:
+                graph = stream.end_capture()
+        return graph
 
 
 @dataclass(frozen=True)
@@ -98,60 +127,63 @@ class Bound:
 
     spec: RopeSpec
     config: Config | None = None
-    _ready: dict[Any, _Ready | None] = field(default_factory=dict, compare=False, repr=False)
+    _prepared: dict[Any, Filled] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Of the arrays that the kernel takes."""
         return wanted(self.spec)
 
+    @functools.cached_property
+    def places(self) -> tuple[int, ...]:
+        """Of their addresses among a launch's values."""
+        return tuple(1 + PLACES[NAMES.index(name)] for name in self.names)
+
     def __call__(self, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Launch on judged arrays; fresh outputs where `out` is None."""
-        import cupy
+        if out is None:
+            with on_device(next(iter(inputs.values())).data.device_id):
+                out = allocate(self.spec)
+        self.filled(inputs | out)()
+        return out
 
-        device = next(iter(inputs.values())).data.device_id
-        here = cupy.cuda.runtime.getDevice() == device
-        with contextlib.nullcontext() if here else cupy.cuda.Device(device):
-            results = allocate(self.spec) if out is None else out
-            self.launch(inputs | results, device)
-        return results
-
-    def launch(self, arrays: dict[str, Array], device: int) -> None:
-        """On the current stream of `device`, which is the current one."""
-        import cupy
-
+    def filled(self, arrays: dict[str, Array]) -> Filled:
+        """The launch on judged arrays, inputs and outputs."""
         given = [arrays[name] for name in self.names]
+        device = next(iter(arrays.values())).data.device_id
         addresses = [x.data.ptr for x in given]
         key = device, tuple([(a % ALIGNED, x.strides) for a, x in zip(addresses, given, strict=True)])
-        if key not in self._ready:
-            self._ready[key] = self._prepare(*key)
-        ready = self._ready[key]
-        if ready is None:
-            return
-        values = ready.values[:]
-        for place, address in zip(ready.places, addresses, strict=True):
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared[key] = self._prepare(*key)
+        if prepared.function is None:
+            return prepared
+        values = prepared.values[:]
+        for place, address in zip(self.places, addresses, strict=True):
             values[place] = address
-        start = values.buffer_info()[0]
-        values[0] = start + values.itemsize
-        stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.driver.launchKernel(ready.function, *ready.shape, stream, start, 0)
+        values[0] = values.buffer_info()[0] + values.itemsize
+        return Filled(device, prepared.function, prepared.shape, values, prepared.kernel)
 
-    def _prepare(self, device: int, memory: tuple[Any, ...]) -> _Ready | None:
+    def _prepare(self, device: int, memory: tuple[Any, ...]) -> Filled:
         found = dict(zip(self.names, (Memory(*one) for one in memory), strict=True))
-        layout = tuple(found.get(name) for name in NAMES)
-        launch = prepare(self.spec, layout, gpu(device), self.config)
+        launch = prepare(self.spec, tuple(found.get(name) for name in NAMES), gpu(device), self.config)
         if launch is None:
-            return None
-        kernel = compiled(launch.instance)
-        if launch.shared > MOST_SHARED:
-            kernel.max_dynamic_shared_size_bytes = launch.shared
-        return _Ready(
-            function=kernel.kernel.ptr,  # on the current device
-            shape=(*launch.grid, *launch.block, launch.shared),
-            values=array("q", [0]) + launch.arguments,
-            places=tuple(1 + PLACES[NAMES.index(name)] for name in self.names),
-            kernel=kernel,
-        )
+            return Filled(device, None, (), array("q"), None)
+        with on_device(device):
+            kernel = compiled(launch.instance)
+            if launch.shared > MOST_SHARED:
+                kernel.max_dynamic_shared_size_bytes = launch.shared
+            function = kernel.kernel.ptr
+        shape = (*launch.grid, *launch.block, launch.shared)
+        return Filled(device, function, shape, array("q", [0]) + launch.arguments, kernel)
+
+
+def on_device(device: int) -> contextlib.AbstractContextManager[Any]:
+    """Make this the current device, which it mostly is."""
+    import cupy
+
+    here = cupy.cuda.runtime.getDevice() == device
+    return contextlib.nullcontext() if here else cupy.cuda.Device(device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -187,14 +219,17 @@ def allocate(spec: RopeSpec) -> Outputs:
     return {name: cupy.empty(shape, numpy_dtype(dtype)) for name, (shape, dtype) in made}
 
 
+def explain_dense(spec: RopeSpec) -> list[str]:
+    """The launch for contiguous arrays on the current device."""
+    import cupy
+
+    return describe(spec, prepare(spec, _layout_of(spec, {}), gpu(cupy.cuda.runtime.getDevice())))
+
+
 def _layout_of(spec: RopeSpec, inputs: Inputs) -> tuple[Memory | None, ...]:
-    """The memory of these inputs and of fresh outputs."""
+    """The memory of these inputs; of what is not among them, as if it were contiguous."""
     memory = {name: Memory(x.data.ptr % ALIGNED, x.strides) for name, x in inputs.items()}
-    for need in spec.needs:
-        shape, dtype = spec.output(need)
-        strides = [numpy_dtype(dtype).itemsize]
-        for size in shape[:0:-1]:
-            strides.insert(0, strides[0] * size)
-        memory[f"grad_{need}"] = Memory(0, tuple(strides))
-    names = wanted(spec)
-    return tuple(memory[name] if name in names else None for name in NAMES)
+    return tuple(
+        None if name not in wanted(spec) else memory.get(name) or dense_memory(*array_of(spec, name))
+        for name in NAMES
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 MOST_SHARED = 48 << 10  # bytes a block has without asking
@@ -51,15 +52,16 @@ class Gpu(NamedTuple):
 class Work:
     """What the rule looks at.
 
-    lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none are read; tokens: in all;
-    thread_bytes: of shared memory that a thread needs, 0 where no table gradient is wanted; row_bytes: read
-    for a head of a token; pipeline: whether bulk copies can bring the rows.
+    lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none are read; batch, seq:
+    what blocks pick their tokens from; thread_bytes: of shared memory that a thread needs, 0 where no table
+    gradient is wanted; row_bytes: read for a head of a token; pipeline: whether bulk copies can bring rows.
     """
 
     lanes: int
     heads: int
     kv_heads: int
-    tokens: int
+    batch: int
+    seq: int
     thread_bytes: int
     row_bytes: int
     pipeline: bool
@@ -70,27 +72,32 @@ def choose(work: Work) -> Config:
     """The rule.
 
     With table gradients a block owns a token, so that heads are summed inside it. Its threads share the heads
-    evenly: many threads where tokens are too few to fill the GPU otherwise, else 256.
-    Without them the grid splits tokens and heads alike.
+    evenly, four rows in flight each. Without them the grid splits tokens and heads alike.
     """
     lanes = min(work.lanes, 32)
-    if not work.thread_bytes:
-        return spread(work, lanes=lanes, threads=256, rows=4)
-    few = work.tokens <= 2 * work.gpu.multiprocessors
-    threads = min(640 if few else 256, MOST_SHARED // work.thread_bytes - 64)
-    return spread(work, lanes=lanes, threads=threads, rows=2)
+    threads = 256
+    if work.thread_bytes:
+        threads = min(threads, MOST_SHARED // work.thread_bytes - 64)
+    return spread(work, lanes=lanes, threads=threads, rows=4)
 
 
-def spread(work: Work, *, lanes: int, threads: int, rows: int, **others: int) -> Config:
+def spread(work: Work, *, lanes: int, threads: int, rows: int) -> Config:
     """Blocks of at most `threads` threads, more tokens in each only where one token does not need as many.
 
-    A thread takes n heads, n as small as the threads allow; a divisor of k's heads wastes none of them.
+    A thread takes n heads, as few as the threads allow; if at most twice as many share them evenly, so many.
     """
     most = max(2, min(threads // lanes, MOST_GROUPS))
-    for n in range(rows, rows + max(work.heads, work.kv_heads) + 1):
-        groups_q, groups_k = -(-work.heads // n), -(-work.kv_heads // n)
-        if groups_q + groups_k <= most:
-            break
+    heads = work.heads, work.kv_heads
+    n = next(n for n in range(max(1, sum(heads) // most), sum(heads) + 2) if _groups(heads, n) <= most)
+    even = [m for m in range(n, 2 * n + 1) if gcd(*heads) % m == 0]
+    n = even[0] if even and sum(heads) else n
+    in_flight = max(r for r in range(1, min(rows, n) + 1) if n % r == 0)
+    in_flight = in_flight if 2 * in_flight >= min(rows, n) else min(rows, n)
+    groups_q, groups_k = (-(-number // n) for number in heads)
     groups_q = max(groups_q, groups_k == 0)
-    tokens = max(1, min(threads // (lanes * (groups_q + groups_k)), work.tokens))
-    return Config(lanes=lanes, tokens=tokens, groups_q=groups_q, groups_k=groups_k, rows=rows, **others)
+    tokens = max(1, min(threads // (lanes * (groups_q + groups_k)), work.seq))
+    return Config(lanes=lanes, tokens=tokens, groups_q=groups_q, groups_k=groups_k, rows=in_flight)
+
+
+def _groups(heads: tuple[int, ...], n: int) -> int:
+    return sum(-(-number // n) for number in heads)

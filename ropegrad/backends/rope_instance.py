@@ -12,57 +12,81 @@ PIPELINE = "rope_pipeline.cu"
 ENTRY = "rope_backward"
 
 _TYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float", "float64": "double"}
-_COMPILED = ("vector", "lanes", "groups_q", "groups_k", "rows", "stages", "hint", "dense",
-             "dense_table", "interleaved", "half_table", "rotate", "rest", "cos", "sin", "add")  # fmt: skip
+_NOT_COMPILED = ("storage", "table", "compute", "blocks")  # types, and the launch bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Dtypes, access width, what is wanted, and how many registers a thread may have.
+    """Dtypes, access width, how threads share the work, what is wanted.
 
     storage, table, compute
         Dtypes of q and k, of the tables, of products and sums.
-    vector, lanes
-        Channels an access: 1, 2, 4 or 8, at least 2 where interleaved; threads that share a row's rotation.
-    dense, dense_table
-        Whether rows of q and k, and of the tables, have unit stride and are aligned to their accesses.
-    interleaved, half_table
-        Pairing and form of the tables.
-    rotate, rest, cos, sin, add
-        Whether gradients of q or k are written, with channels that pass through, of cos, of sin; whether they
-        are added to what is there.
-    rows
-        Rows a thread has in flight.
-    stages, groups_q, groups_k
-        Of the pipeline (sm_90 and newer): its depth, and the groups of threads that share q's and k's heads.
-        All 0: the kernel of plain loads, which is told its groups when it is launched.
+    vector, vectors
+        Channels an access: 1, 2, 4 or 8, at least 2 where interleaved; how many make up the rotary width.
+    lanes, tokens, groups_q, groups_k, rows
+        A block, and the rows that a thread has in flight; see `Config`.
+    stages
+        Depth of the pipeline (sm_90 and newer); 0: the kernel of plain loads.
     hint
         0: none; 1: loads pass L1 by, stores leave L2 first; 2: as 1, and loads fetch 256 bytes into L2.
-    threads, blocks
-        Launch bounds: most threads a block, and blocks that must fit a multiprocessor.
+    dense, dense_table
+        Whether rows of q and k, and of the tables, have unit stride and are aligned to their accesses.
+    even, once
+        Whether the heads are shared without remainder; and whether each thread has all of its own in flight.
+    walks, swapped
+        Whether a block walks over the batch; whether the grid's x counts batches and its z tokens.
+    wide
+        Whether a stride of heads, tokens or channels needs 64 bits.
+    interleaved, half_table, own_sine
+        Pairing, form of the tables, and adjoint="paired".
+    rotate, rotate_all, rest, cos, sin, add
+        Whether gradients of q or k are written, of all that is read, with channels that pass through, of cos,
+        of sin; whether they are added to what is there.
+    blocks
+        That must fit a multiprocessor, which limits the registers.
     """
 
     storage: str
     table: str
     compute: str
     vector: int
+    vectors: int
     lanes: int
+    tokens: int
+    groups_q: int
+    groups_k: int
+    rows: int
+    stages: int
+    hint: int
     dense: bool
     dense_table: bool
+    even: bool
+    once: bool
+    walks: bool
+    swapped: bool
+    wide: bool
     interleaved: bool
     half_table: bool
+    own_sine: bool
     rotate: bool
+    rotate_all: bool
     rest: bool
     cos: bool
     sin: bool
     add: bool
-    rows: int
-    hint: int
-    threads: int
     blocks: int
-    stages: int = 0
-    groups_q: int = 0
-    groups_k: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block; the pipeline has whole warps and one more, which copies."""
+        working = self.lanes * self.tokens * (self.groups_q + self.groups_k)
+        return -(-working // 32) * 32 + 32 if self.stages else working
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share a row."""
+        lanes = (self.vectors + 1) // 2
+        return max(1, -(-lanes // self.lanes))
 
     @property
     def slots(self) -> int:
@@ -84,16 +108,14 @@ class Instance:
             f"using {name.capitalize()} = {_TYPES[getattr(self, name)]};"
             for name in ("storage", "table", "compute")
         )
-        values = " ".join(f"static constexpr int {name} = {int(getattr(self, name))};" for name in _COMPILED)
+        names = (field.name for field in fields(self) if field.name not in _NOT_COMPILED)
+        values = " ".join(f"static constexpr int {name} = {int(getattr(self, name))};" for name in names)
         body = "rope_pipeline_of" if self.stages else "rope_backward_of"
         return (
             f"struct {entry}_instance {{ {types} {values} }};\n"
             f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.blocks})\n'
             f"{entry}(const Arguments arguments) {{ {body}<{entry}_instance>(arguments); }}\n"
         )
-
-
-assert set(_COMPILED) < {field.name for field in fields(Instance)}
 
 
 @functools.cache

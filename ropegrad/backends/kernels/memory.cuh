@@ -69,38 +69,36 @@ template <class T, int N> struct Vector {
     }
 };
 
-// DENSE: unit stride, and aligned to the vector or to 16 bytes; otherwise element by element.
+// DENSE: unit stride, and aligned to the vector or to 16 bytes; otherwise element by element, `step` bytes apart.
 template <int HINT, bool DENSE, class T, int N>
-DEVICE void load(Vector<T, N>& to, const T* from, long long stride) {
+DEVICE void load(Vector<T, N>& to, const char* from, long long step) {
     using V = Vector<T, N>;
     if constexpr (DENSE) {
         #pragma unroll
-        for (int at = 0; at < V::bytes; at += V::access)
-            load_words<HINT, V::access>(to.word + at / 4, from + at / sizeof(T));
+        for (int at = 0; at < V::bytes; at += V::access) load_words<HINT, V::access>(to.word + at / 4, from + at);
     } else {
         to = {};
         #pragma unroll
         for (int i = 0; i < N; ++i) {
             Vector<T, 1> one;
-            load<HINT, true>(one, from + i * stride, 1);
+            load<HINT, true>(one, from + i * step, step);
             to.set(i, one.get(0));
         }
     }
 }
 
 template <int HINT, bool DENSE, class T, int N>
-DEVICE void store(T* to, const Vector<T, N>& from, long long stride) {
+DEVICE void store(char* to, const Vector<T, N>& from, long long step) {
     using V = Vector<T, N>;
     if constexpr (DENSE) {
         #pragma unroll
-        for (int at = 0; at < V::bytes; at += V::access)
-            store_words<HINT, V::access>(to + at / sizeof(T), from.word + at / 4);
+        for (int at = 0; at < V::bytes; at += V::access) store_words<HINT, V::access>(to + at, from.word + at / 4);
     } else {
         #pragma unroll
         for (int i = 0; i < N; ++i) {
             Vector<T, 1> one = {};
             one.set(0, from.get(i));
-            store<HINT, true>(to + i * stride, one, 1);
+            store<HINT, true>(to + i * step, one, step);
         }
     }
 }

@@ -2,39 +2,49 @@
 //
 // A row is one head of one token. A thread owns two vectors of `vector` channels of its rows, a fixed distance
 // apart (channels j and j + R/2 where the pairing is "half", so both members of a pair; whole pairs where it
-// is "interleaved"). threadIdx.x and blockIdx.y count these lanes, threadIdx.y and blockIdx.x tokens,
-// threadIdx.z the groups that share a token's rows: the first ones q's heads, the others k's, in turns.
+// is "interleaved"). A block is lanes x tokens x groups threads: lanes share a row, groups a token's rows, the
+// first groups_q of them q's heads, the others k's, in turns. A thread has `rows` rows in flight.
 //
-// Table gradients are summed over a thread's rows in registers, then over groups, in their order, through
-// shared memory. No atomics: the same launch gives the same bits. Where a table is shared by the batch and its
-// gradient is wanted, a block walks over the batch. Without table gradients blockIdx.z splits the rows.
+// blockIdx.x counts tokens, blockIdx.z batches, blockIdx.y parts of a row and, where no table gradient is
+// wanted, parts of the heads. Table gradients are summed over a thread's rows in registers, then over groups,
+// in their order, through shared memory. No atomics: the same launch gives the same bits. Where a table is
+// shared by the batch and its gradient is wanted, a block walks over the batch.
 //
-// What is compiled is said by a struct `Instance` behind this text (rope_instance.py): the dtypes Storage, Table
-// and Compute, the vector, what is wanted. Strides and sizes are run-time values, 64 bits wide.
+// What is compiled is said by a struct `Instance` behind this text (rope_instance.py). Strides, heads and
+// tokens are run-time values.
 //
 // Behind numbers.cuh, memory.cuh, rope_rows.cuh and rope_tables.cuh.
 
-// ---- all rows of a thread --------------------------------------------------------------------------------
-
 // One array as a thread sees it in one batch: its first channel in the token's first row.
 template <class I> struct Stream {
-    typename I::Storage* at;
+    char* at;
     long long head, step;
 
-    DEVICE Stream(const Heads& q, const Heads& k, bool of_k, int batch, int token, int channel)
-        : head(of_k ? k.head : q.head), step(I::dense ? 1 : of_k ? k.channel : q.channel) {
-        at = static_cast<typename I::Storage*>(of_k ? k.at : q.at) + (of_k ? k.batch : q.batch) * batch
-            + (of_k ? k.token : q.token) * token + step * channel;
+    DEVICE Stream(const Heads& q, const Heads& k, bool of_k, int batch, const Place& place)
+        : head(of_k ? k.head : q.head), step(I::dense ? Shape<I>::element : of_k ? k.channel : q.channel) {
+        char* in_q = q.at + q.batch * batch + bytes_of<I>(q.token, place.token);
+        char* in_k = k.at + k.batch * batch + bytes_of<I>(k.token, place.token);
+        at = (of_k ? in_k : in_q) + step * (place.lane * I::vector);
     }
-    DEVICE typename I::Storage* row(int r) const { return at + head * r; }
+    DEVICE char* row(int r) const { return at + bytes_of<I>(head, r); }
+    DEVICE char* second(int r) const { return row(r) + step * Shape<I>::apart; }
 };
 
+// What a thread has in flight.
+template <class I> struct Flight { RowOf<I> grad[I::rows], x[I::rows], old[I::rows]; };
+
+template <class I> DEVICE void load_row(RowOf<I>& row, const Stream<I>& from, int r, bool first, bool second) {
+    if (first) load<I::hint, I::dense>(row[0], from.row(r), from.step);
+    else row[0] = {};
+    if (second) load<I::hint, I::dense>(row[1], from.second(r), from.step);
+    else row[1] = {};
+}
+
 // Channels past the rotary width: the same bits.
-template <class I> DEVICE void pass_through(
-    const typename I::Storage* from, long long from_step, typename I::Storage* to, long long to_step, int rest, int lane) {
+template <class I> DEVICE void pass_through(const char* from, long long from_step, char* to, long long to_step, int rest, int lane) {
     using T = typename I::Storage;
     constexpr int V = I::dense ? I::vector : 1;
-    for (int v = lane; v < rest; v += gridDim.y * blockDim.x) {
+    for (int v = lane; v < rest; v += Shape<I>::parts * I::lanes) {
         Vector<T, V> x;
         load<I::hint, I::dense>(x, from + v * V * from_step, from_step);
         if constexpr (I::add) {
@@ -50,73 +60,87 @@ template <class I> DEVICE void pass_through(
     }
 }
 
-// The rows of one batch, `rows` of them in flight.
+// A thread's group: whose heads it takes, and which.
+struct Group {
+    bool of_k;
+    int number, of, heads;
+};
+
+template <class I> DEVICE Group group_of(const Arguments& a, int group) {
+    const bool of_k = I::groups_k && group >= I::groups_q;
+    return {of_k, of_k ? group - I::groups_q : group, of_k ? I::groups_k : I::groups_q,
+            static_cast<int>(of_k ? a.kv_heads : a.heads)};
+}
+
+template <class I> DEVICE bool rotates(const Arguments& a, const Group& group) {
+    return I::rotate && (I::rotate_all || (group.of_k ? a.out_k.at : a.out_q.at) != nullptr);
+}
+
+// The rows of one batch. The table's rows are asked for behind the first of them.
 template <class I> DEVICE void rows_of_batch(
-    const Arguments& a, const Place& place, int batch, const Sums<I>& tables, Sums<I>& sums) {
-    constexpr int U = I::rows, apart = I::lanes * I::vector;
-    constexpr bool products = I::cos || I::sin;
-    const bool of_k = threadIdx.z >= a.groups_q;
-    const int rows = of_k ? a.kv_heads : a.heads, groups = of_k ? blockDim.z - a.groups_q : a.groups_q;
-    const int start = place.lane * I::vector;
-    const Stream<I> grad(a.grad_q, a.grad_k, of_k, batch, place.token, start);
-    const Stream<I> x(a.q, a.k, of_k, batch, place.token, start);
-    const Stream<I> out(a.out_q, a.out_k, of_k, batch, place.token, start);
-    const bool rotate = I::rotate && (of_k ? a.out_k.at : a.out_q.at) != nullptr;
-    int row = threadIdx.z - (of_k ? a.groups_q : 0) + blockIdx.z * groups * U;
-    for (; row < rows; row += gridDim.z * groups * U) {
-        RowOf<I> gs[U], xs[U], olds[U];
+    const Arguments& a, const Place& place, const Group& group, int batch, Tables<I>& tables, Sums<I>& sums) {
+    using S = Shape<I>;
+    constexpr int U = I::rows;
+    const Stream<I> grad(a.grad_q, a.grad_k, group.of_k, batch, place);
+    const Stream<I> x(a.q, a.k, group.of_k, batch, place);
+    const Stream<I> out(a.out_q, a.out_k, group.of_k, batch, place);
+    const bool rotate = rotates<I>(a, group);
+    const int split = S::products ? 0 : blockIdx.y / S::parts, splits = S::products ? 1 : gridDim.y / S::parts;
+    bool start = batch == place.batch;
+    for (int row = group.number + split * group.of * U; I::once || row < group.heads; row += splits * group.of * U) {
+        Flight<I> now;
         #pragma unroll
         for (int u = 0; u < U; ++u) {
-            const int r = row + u * groups;
-            const bool first = place.first && r < rows, second = place.second && r < rows;
-            load_row<I>(gs[u], grad.row(r), apart * grad.step, grad.step, first, second);
-            if constexpr (products) load_row<I>(xs[u], x.row(r), apart * x.step, x.step, first, second);
-            if constexpr (I::rotate && I::add)
-                load_row<I>(olds[u], out.row(r), apart * out.step, out.step, first && rotate, second && rotate);
+            const int r = row + u * group.of;
+            const bool there = I::even || r < group.heads;
+            const bool first = there && place.first, second = there && place.second;
+            load_row<I>(now.grad[u], grad, r, first, second);
+            if constexpr (S::products) load_row<I>(now.x[u], x, r, first, second);
+            if constexpr (I::rotate && I::add) load_row<I>(now.old[u], out, r, first && rotate, second && rotate);
+        }
+        if (I::rotate && start) {
+            load_table<I>(tables.cos, a.cos, place);
+            load_table<I>(tables.sin, a.sin, place);
+            start = false;
         }
         #pragma unroll
         for (int u = 0; u < U; ++u) {
-            const int r = row + u * groups;
-            if constexpr (products) add_products<I>(sums, gs[u], xs[u]);
+            const int r = row + u * group.of;
+            if constexpr (S::products) add_products<I>(sums, now.grad[u], now.x[u]);
             if constexpr (I::rotate) {
-                if (!rotate || r >= rows) continue;
+                if (!rotate || !(I::even || r < group.heads)) continue;
                 RowOf<I> made = {};
-                rotate_back<I>(made, tables, gs[u], olds[u]);
+                rotate_back<I>(made, tables, now.grad[u], now.old[u]);
                 if (place.first) store<I::hint, I::dense>(out.row(r), made[0], out.step);
-                if (place.second) store<I::hint, I::dense>(out.row(r) + apart * out.step, made[1], out.step);
+                if (place.second) store<I::hint, I::dense>(out.second(r), made[1], out.step);
                 if constexpr (I::rest) {
-                    const int skipped = static_cast<int>(a.vectors) * I::vector - start;
+                    const int skipped = I::vectors * I::vector - place.lane * I::vector;
                     pass_through<I>(grad.row(r) + skipped * grad.step, grad.step,
                                     out.row(r) + skipped * out.step, out.step, a.rest, place.lane);
                 }
             }
         }
+        if constexpr (I::once) break;
     }
 }
 
-// ---- the kernel ------------------------------------------------------------------------------------------
-
 template <class I> DEVICE void rope_backward_of(const Arguments& a) {
-    const Place place = place_of<I>(a, blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y,
-                                 blockIdx.y * blockDim.x + threadIdx.x);
-    Sums<I> tables, sums = {};
-    if constexpr (I::rotate) {
-        load_table<I>(tables.cos, a.cos, a, place);
-        load_table<I>(tables.sin, a.sin, a, place);
-        exchange_sines<I>(a, tables);
-    }
+    using S = Shape<I>;
+    const int self = threadIdx.x;
+    const int batch = I::swapped ? blockIdx.x : blockIdx.z;
+    const int token = (I::swapped ? blockIdx.z : blockIdx.x) * I::tokens, lane = blockIdx.y % S::parts * I::lanes;
+    const Place place = place_at<I>(a, batch, token + self / I::lanes % I::tokens, lane + self % I::lanes);
+    const Group group = group_of<I>(a, self / S::members);
+    Tables<I> tables;
+    Sums<I> sums = {};
     if (place.inside)
-        for (int batch = place.batch; batch < place.batch + a.walk; ++batch)
-            rows_of_batch<I>(a, place, batch, tables, sums);
-    if constexpr (I::cos || I::sin) {
+        for (int b = batch; b < batch + (I::walks ? a.walk : 1); ++b)
+            rows_of_batch<I>(a, place, group, b, tables, sums);
+    if constexpr (S::products) {
         extern __shared__ __align__(16) unsigned char shared_memory[];
         auto* shared = reinterpret_cast<typename I::Compute*>(shared_memory);
-        const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-        const unsigned self = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-        keep_sums<I>(shared, threads, self, sums);
+        Kept<I>::keep(shared, self, sums);
         __syncthreads();
-        sum_groups<I>(a, shared, {blockDim.x, blockDim.y, blockDim.z, threads,
-                                  blockIdx.x * static_cast<long long>(blockDim.y),
-                                  static_cast<int>(blockIdx.y * blockDim.x)}, self);
+        sum_groups<I>(a, shared, place_at<I>(a, batch, token, lane), self, S::members * S::groups);
     }
 }

@@ -9,7 +9,7 @@
 // Rows lie back to back and are whole multiples of 16 bytes at such addresses; no channels pass through,
 // nothing is added to what is there.
 //
-// Behind the files that rope_backward.cu stands behind.
+// Behind rope_backward.cu.
 
 // ---- sm_90 -----------------------------------------------------------------------------------------------
 
@@ -44,75 +44,77 @@ DEVICE void barrier_of_workers(unsigned workers) {
 
 // Where a block is on its way: the stage, and how often the ring has been round, modulo 2.
 template <class I> struct Turn {
-    unsigned stage = 0, round = 0;
+    int stage = 0;
+    unsigned round = 0;
     DEVICE void next() { if (++stage == I::stages) { stage = 0; round ^= 1; } }
 };
 
 // Shared memory: the stages, two sets of kept sums in turns, the barriers.
 template <class I> struct Ring {
-    static constexpr unsigned row = 2 * I::lanes * I::vector * sizeof(typename I::Storage);
-    static constexpr unsigned table = 2 * I::lanes * Shape<I>::columns * sizeof(typename I::Table)
-        / (Shape<I>::one_run ? 2 : 1);
-    static constexpr bool products = I::cos || I::sin;
-    static constexpr unsigned rows = (I::groups_q + I::groups_k) * I::rows;
-    static constexpr unsigned stage = rows * row * (1 + products) + 2 * table;
-    static constexpr unsigned members = I::lanes * (I::groups_q + I::groups_k);
-    static constexpr unsigned workers = (members + 31) / 32 * 32;
+    using S = Shape<I>;
+    static constexpr int row = 2 * S::lanes * S::bytes;
+    static constexpr int table = S::runs * S::lanes * S::columns * sizeof(typename I::Table);
+    static constexpr int rows = S::groups * I::rows, kinds = 1 + S::products;
+    static constexpr int stage = kinds * rows * row + 2 * table;
+    static constexpr int members = S::lanes * S::groups, workers = (members + 31) / 32 * 32;
     static constexpr int turn_q = I::groups_q * I::rows, turn_k = I::groups_k * I::rows;
 
     unsigned char* memory;
-    DEVICE unsigned char* row_of(unsigned at, bool x, unsigned number) const {
+    DEVICE unsigned char* row_of(int at, bool x, int number) const {
         return memory + at * stage + (x ? rows * row : 0) + number * row;
     }
-    DEVICE unsigned char* table_of(unsigned at, bool sin) const {
-        return memory + (at + 1) * stage - (sin ? 1 : 2) * table;
+    DEVICE unsigned char* table_of(int at, bool sin) const { return memory + (at + 1) * stage - (sin ? 1 : 2) * table; }
+    DEVICE typename I::Compute* sums(int parity) const {
+        return reinterpret_cast<typename I::Compute*>(memory + I::stages * stage) + parity * Kept<I>::size;
     }
-    DEVICE typename I::Compute* sums(unsigned parity) const {
-        const unsigned kept = (I::cos + I::sin) * Shape<I>::slots * slot_stride<I>(members);
-        return reinterpret_cast<typename I::Compute*>(memory + I::stages * stage) + parity * kept;
-    }
-    DEVICE unsigned full(unsigned at) const { return shared_address(sums(2)) + 16 * at; }
-    DEVICE unsigned freed(unsigned at) const { return full(at) + 8; }
+    DEVICE unsigned full(int at) const { return shared_address(sums(2)) + 16 * at; }
+    DEVICE unsigned freed(int at) const { return full(at) + 8; }
 };
 
 template <class I> DEVICE int turns_of(const Arguments& a) {
     using R = Ring<I>;
-    const int q = (static_cast<int>(a.heads) + R::turn_q - 1) / max(R::turn_q, 1);
-    const int k = (static_cast<int>(a.kv_heads) + R::turn_k - 1) / max(R::turn_k, 1);
+    const int q = I::groups_q ? (static_cast<int>(a.heads) + R::turn_q - 1) / max(R::turn_q, 1) : 0;
+    const int k = I::groups_k ? (static_cast<int>(a.kv_heads) + R::turn_k - 1) / max(R::turn_k, 1) : 0;
     return max(q, k);
+}
+
+template <class I> DEVICE Place place_of(const Arguments& a, long long number, int lane) {
+    const bool small = number <= 0xffffffff;
+    const long long batch = small ? static_cast<unsigned>(number) / static_cast<unsigned>(a.seq) : number / a.seq;
+    return place_at<I>(a, batch, number - batch * a.seq, lane);
 }
 
 DEVICE int clipped(int rows, int most) { return rows < 0 ? 0 : rows < most ? rows : most; }
 
 // ---- the copying warp ------------------------------------------------------------------------------------
 
-template <class I> DEVICE const void* row_address(const Heads& of, const Place& place, int batch, int head) {
-    return static_cast<const typename I::Storage*>(of.at) + of.batch * batch + of.token * place.token + of.head * head;
+template <class I> DEVICE const char* row_address(const Heads& of, const Place& place, int batch, int head) {
+    return of.at + of.batch * batch + bytes_of<I>(of.token, place.token) + bytes_of<I>(of.head, head);
 }
 
 template <class I> DEVICE void copy_turn(
-    const Arguments& a, const Ring<I>& ring, unsigned at, const Place& place, int batch, int turn, bool first) {
+    const Arguments& a, const Ring<I>& ring, int at, const Place& place, int batch, int turn, bool first) {
     using R = Ring<I>;
     const int lane = threadIdx.x % 32;
     const int from_q = turn * R::turn_q, from_k = turn * R::turn_k;
     const int rows_q = clipped(a.heads - from_q, R::turn_q), rows_k = clipped(a.kv_heads - from_k, R::turn_k);
     const int rows = rows_q + rows_k;
     if (lane == 0)
-        arrive_and_expect(ring.full(at), rows * R::row * (1 + R::products) + (I::rotate && first ? 2 * R::table : 0));
+        arrive_and_expect(ring.full(at), rows * R::row * R::kinds + (I::rotate && first ? 2 * R::table : 0));
     __syncwarp();
-    for (int i = lane; i < rows * (1 + R::products); i += 32) {
+    for (int i = lane; i < rows * R::kinds; i += 32) {
         const bool x = i >= rows;
         const int number = x ? i - rows : i;
         const bool of_k = number >= rows_q;
         const int head = of_k ? from_k + number - rows_q : from_q + number;
-        const void* q = row_address<I>(x ? a.q : a.grad_q, place, batch, head);
-        const void* k = row_address<I>(x ? a.k : a.grad_k, place, batch, head);
+        const char* q = row_address<I>(x ? a.q : a.grad_q, place, batch, head);
+        const char* k = row_address<I>(x ? a.k : a.grad_k, place, batch, head);
         const int slot = of_k ? R::turn_q + number - rows_q : number;
         bulk_copy(shared_address(ring.row_of(at, x, slot)), of_k ? k : q, R::row, ring.full(at));
     }
     if (I::rotate && first && lane < 2) {
         const Rows& of = lane ? a.sin : a.cos;
-        const void* row = static_cast<const typename I::Table*>(of.at) + of.batch * place.batch + of.token * place.token;
+        const char* row = of.at + of.batch * place.batch + bytes_of<I>(of.token, place.token);
         bulk_copy(shared_address(ring.table_of(at, lane)), row, R::table, ring.full(at));
     }
 }
@@ -120,9 +122,9 @@ template <class I> DEVICE void copy_turn(
 template <class I> DEVICE void copy_all(const Arguments& a, const Ring<I>& ring) {
     const int turns = turns_of<I>(a);
     Turn<I> now;
-    for (long long number = blockIdx.x; number < a.tokens; number += gridDim.x) {
+    for (long long number = blockIdx.x; number < a.batch * a.seq; number += gridDim.x) {
         const Place place = place_of<I>(a, number, 0);
-        for (int batch = place.batch; batch < place.batch + a.walk; ++batch)
+        for (int batch = place.batch; batch < place.batch + (I::walks ? a.walk : 1); ++batch)
             for (int turn = 0; turn < turns; ++turn, now.next()) {
                 wait(ring.freed(now.stage), now.round ^ 1);
                 copy_turn<I>(a, ring, now.stage, place, batch, turn, batch == place.batch && turn == 0);
@@ -147,83 +149,76 @@ template <class T, int N> DEVICE void take(Vector<T, N>& to, const unsigned char
     else to.word[0] = *reinterpret_cast<const unsigned short*>(from);
 }
 
-template <class I> DEVICE void take_table(typename I::Compute (&to)[Shape<I>::slots], const unsigned char* row, int lane) {
-    using S = Shape<I>;
+template <class I> DEVICE void take_table(
+    Vector<typename I::Table, Shape<I>::columns> (&to)[Shape<I>::runs], const unsigned char* row, int lane) {
     #pragma unroll
-    for (int run = 0; run < S::runs; ++run) {
-        Vector<typename I::Table, S::columns> vector;
-        take(vector, row + (lane + run * I::lanes) * Vector<typename I::Table, S::columns>::bytes);
-        #pragma unroll
-        for (int i = 0; i < S::columns; ++i)
-            to[run * S::columns + i] = Wide<typename I::Compute>::from(vector.get(i));
-    }
+    for (int run = 0; run < Shape<I>::runs; ++run)
+        take(to[run], row + (lane + run * I::lanes) * Vector<typename I::Table, Shape<I>::columns>::bytes);
 }
 
-// One turn: this thread's rows out of the stage, the stage given back, then arithmetic and stores.
+// One turn: this thread's rows out of the stage, the stage given back, then arithmetic and stores. A thread
+// that is no member keeps in step and writes nothing.
 template <class I> DEVICE void work_turn(
-    const Arguments& a, const Ring<I>& ring, unsigned at, const Place& place, int batch, int turn, int group,
-    bool member, const Sums<I>& tables, Sums<I>& sums) {
+    const Arguments& a, const Ring<I>& ring, int at, const Place& place, int batch, int turn, const Group& group,
+    bool member, const Tables<I>& tables, Sums<I>& sums) {
     using R = Ring<I>;
-    constexpr int U = I::rows, bytes = Vector<typename I::Storage, I::vector>::bytes;
-    const bool of_k = group >= I::groups_q;
-    const int groups = of_k ? I::groups_k : I::groups_q, start = group - (of_k ? I::groups_q : 0);
-    const int heads = !member ? 0 : of_k ? a.kv_heads : a.heads, first = turn * groups * U;
-    RowOf<I> gs[U], xs[U];
+    using S = Shape<I>;
+    constexpr int U = I::rows;
+    Flight<I> now;
     #pragma unroll
     for (int u = 0; u < U; ++u) {
-        const int slot = start + u * groups + (of_k ? R::turn_q : 0);
+        const int slot = group.number + u * group.of + (group.of_k ? R::turn_q : 0);
         #pragma unroll
         for (int v = 0; v < 2; ++v) {
-            const int offset = (place.lane + v * I::lanes) * bytes;
-            take(gs[u][v], ring.row_of(at, false, slot) + offset);
-            if constexpr (R::products) take(xs[u][v], ring.row_of(at, true, slot) + offset);
+            const int offset = (place.lane + v * S::lanes) * S::bytes;
+            take(now.grad[u][v], ring.row_of(at, false, slot) + offset);
+            if constexpr (S::products) take(now.x[u][v], ring.row_of(at, true, slot) + offset);
         }
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(ring.freed(at));
-    const Stream<I> out(a.out_q, a.out_k, of_k, batch, place.token, place.lane * I::vector);
-    const bool rotate = I::rotate && out.at != nullptr;
+    const Stream<I> out(a.out_q, a.out_k, group.of_k, batch, place);
+    const bool rotate = rotates<I>(a, group);
     #pragma unroll
     for (int u = 0; u < U; ++u) {
-        const int head = first + start + u * groups;
-        if (head >= heads) continue;
-        if constexpr (R::products) add_products<I>(sums, gs[u], xs[u]);
+        const int head = turn * group.of * U + group.number + u * group.of;
+        if (!member || !(I::even || head < group.heads)) continue;
+        if constexpr (S::products) add_products<I>(sums, now.grad[u], now.x[u]);
         if constexpr (I::rotate) {
             if (!rotate) continue;
             RowOf<I> made = {};
-            rotate_back<I>(made, tables, gs[u], gs[u]);
-            store<I::hint, true>(out.row(head), made[0], 1);
-            store<I::hint, true>(out.row(head) + I::lanes * I::vector, made[1], 1);
+            rotate_back<I>(made, tables, now.grad[u], now.grad[u]);
+            store<I::hint, true>(out.row(head), made[0], 0);
+            store<I::hint, true>(out.second(head), made[1], 0);
         }
     }
 }
 
 template <class I> DEVICE void work_all(const Arguments& a, const Ring<I>& ring) {
     using R = Ring<I>;
-    const int turns = turns_of<I>(a);
-    // Threads that fill up the last warp keep in step and write nothing.
-    const bool member = threadIdx.x < R::members;
-    const int lane = threadIdx.x % I::lanes, group = member ? threadIdx.x / I::lanes : 0;
+    using S = Shape<I>;
+    const int turns = turns_of<I>(a), self = threadIdx.x, lane = self % S::lanes;
+    const bool member = self < R::members;
+    const Group group = group_of<I>(a, member ? self / S::lanes : 0);
     Turn<I> now;
-    unsigned parity = 0;
-    for (long long number = blockIdx.x; number < a.tokens; number += gridDim.x, parity ^= 1) {
-        Place place = place_of<I>(a, number, lane);
-        Sums<I> tables = {}, sums = {};
-        for (int batch = place.batch; batch < place.batch + a.walk; ++batch)
+    int parity = 0;
+    for (long long number = blockIdx.x; number < a.batch * a.seq; number += gridDim.x, parity ^= 1) {
+        const Place place = place_of<I>(a, number, lane);
+        Tables<I> tables = {};
+        Sums<I> sums = {};
+        for (int batch = place.batch; batch < place.batch + (I::walks ? a.walk : 1); ++batch)
             for (int turn = 0; turn < turns; ++turn, now.next()) {
                 wait(ring.full(now.stage), now.round);
                 if (I::rotate && batch == place.batch && turn == 0) {
                     take_table<I>(tables.cos, ring.table_of(now.stage, false), lane);
                     take_table<I>(tables.sin, ring.table_of(now.stage, true), lane);
-                    exchange_sines<I>(a, tables);
                 }
                 work_turn<I>(a, ring, now.stage, place, batch, turn, group, member, tables, sums);
             }
-        if constexpr (R::products) {
-            if (member) keep_sums<I>(ring.sums(parity), R::members, threadIdx.x, sums);
+        if constexpr (S::products) {
+            if (member) Kept<I>::keep(ring.sums(parity), self, sums);
             barrier_of_workers(R::workers);
-            sum_groups<I>(a, ring.sums(parity), {I::lanes, 1, I::groups_q + I::groups_k, R::workers, number, 0},
-                          threadIdx.x);
+            sum_groups<I>(a, ring.sums(parity), place_at<I>(a, place.batch, place.token, 0), self, R::workers);
         }
     }
 }

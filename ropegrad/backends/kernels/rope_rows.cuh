@@ -1,26 +1,33 @@
 // The problem as the kernels get it, and the arithmetic of one row.
 
-struct Heads { void* at; long long batch, head, token, channel; };  // strides in elements
-struct Rows { void* at; long long batch, token, column; };
+struct Heads { char* at; long long batch, head, token, channel; };  // strides in bytes
+struct Rows { char* at; long long batch, token, column; };
 
 struct Arguments {
     Heads grad_q, grad_k, q, k, out_q, out_k;  // `at` is null where an output is not wanted
     Rows cos, sin, grad_cos, grad_sin;
-    long long heads, kv_heads, seq;   // 0 heads: that side is absent
-    long long groups_q, groups_k;     // the first groups of a block share q's heads, the others k's
-    long long tokens, walk;           // tokens of all blocks; batches that each of them walks over
-    long long vectors, rest;          // of a row: rotated vectors, vectors that pass through
-    long long own_sine;               // adjoint="paired"
+    long long heads, kv_heads;        // 0 heads: that side is absent
+    long long batch, seq;             // of what a block picks its token from
+    long long walk;                   // with I::walks, the batches that share a table's row
+    long long rest;                   // vectors of a row that pass through
 };
 
 // Elements of a thread are numbered through both its vectors, pairs 0 … vector-1. A half table has a column a
 // pair, a full one a column an element.
 template <class I> struct Shape {
-    static constexpr int V = I::vector;
+    static constexpr int V = I::vector, lanes = (I::vectors + 1) / 2;
+    static constexpr int element = sizeof(typename I::Storage), bytes = V * element;
+    static constexpr int apart = lanes * V;  // elements from a thread's first vector to its second
+    static constexpr int parts = lanes ? (lanes + I::lanes - 1) / I::lanes : 1;  // of a row, in blocks
+    static constexpr bool all_first = lanes == parts * I::lanes, all_second = all_first && 2 * lanes == I::vectors;
+    static constexpr int groups = I::groups_q + I::groups_k, members = I::lanes * I::tokens;
+
     static constexpr bool one_run = I::half_table && !I::interleaved;  // table columns of both vectors
     static constexpr int runs = one_run ? 1 : 2;
     static constexpr int columns = I::half_table && I::interleaved ? V / 2 : V;  // in a run
     static constexpr int slots = runs * columns;
+    static constexpr bool products = I::cos || I::sin;
+
     static DEVICE constexpr int first(int pair) { return I::interleaved ? 2 * pair : pair; }
     static DEVICE constexpr int second(int pair) { return I::interleaved ? 2 * pair + 1 : pair + V; }
     static DEVICE constexpr int column(int element, int pair) { return I::half_table ? pair : element; }
@@ -29,13 +36,18 @@ template <class I> struct Shape {
 // A thread's place: its token, whether there is one, and which of its two vectors exist.
 struct Place { int batch, token, lane; bool inside, first, second; };
 
-template <class I> DEVICE Place place_of(const Arguments& a, long long number, int lane) {
-    const bool inside = number < a.tokens;
-    if (!inside) number = 0;
-    const bool small = number <= 0xffffffff;
-    const long long batch = small ? static_cast<unsigned>(number) / static_cast<unsigned>(a.seq) : number / a.seq;
-    return {static_cast<int>(batch), static_cast<int>(number - batch * a.seq), lane, inside,
-            inside && lane < I::lanes, inside && lane < I::lanes && lane + I::lanes < a.vectors};
+template <class I> DEVICE Place place_at(const Arguments& a, int batch, int token, int lane) {
+    using S = Shape<I>;
+    const bool inside = I::tokens == 1 || token < a.seq;
+    return {batch, token, lane, inside, inside && (S::all_first || lane < S::lanes),
+            inside && (S::all_second || lane + S::lanes < I::vectors)};
+}
+
+// Strides take 32 bits where they can: the product with an index is then one instruction.
+template <bool WIDE> struct StrideOf { using Type = int; };
+template <> struct StrideOf<true> { using Type = long long; };
+template <class I> DEVICE long long bytes_of(long long stride, int index) {
+    return static_cast<long long>(static_cast<typename StrideOf<I::wide>::Type>(stride)) * index;
 }
 
 // ---- one row ---------------------------------------------------------------------------------------------
@@ -46,16 +58,19 @@ template <class I> DEVICE typename I::Compute element(const RowOf<I>& row, int i
     return Wide<typename I::Compute>::from(row[i / I::vector].get(i % I::vector));
 }
 
-template <class I> DEVICE void load_row(
-    RowOf<I>& row, const typename I::Storage* at, long long apart, long long channel, bool first, bool second) {
-    if (first) load<I::hint, I::dense>(row[0], at, channel);
-    else row[0] = {};
-    if (second) load<I::hint, I::dense>(row[1], at + apart, channel);
-    else row[1] = {};
-}
-
 template <class I> struct Sums {
     typename I::Compute cos[Shape<I>::slots], sin[Shape<I>::slots];
+};
+
+// A thread's part of a token's tables, as it is in memory: nothing waits for it before its first use.
+template <class I> struct Tables {
+    using S = Shape<I>;
+    using Run = Vector<typename I::Table, S::columns>;
+    Run cos[S::runs], sin[S::runs];
+
+    static DEVICE typename I::Compute wide(const Run (&of)[S::runs], int column) {
+        return Wide<typename I::Compute>::from(of[column / S::columns].get(column % S::columns));
+    }
 };
 
 // dcos_j += g_j·x_j and dsin_j += σ_j·g_j·x_p(j)
@@ -77,8 +92,9 @@ template <class I> DEVICE void add_products(Sums<I>& sums, const RowOf<I>& g, co
     }
 }
 
-// dx_j = g_j·c_j - σ_j·g_p(j)·s; `tables.sin` already holds the sine that belongs into element j's gradient
-template <class I> DEVICE void rotate_back(RowOf<I>& row, const Sums<I>& tables, const RowOf<I>& g, const RowOf<I>& old) {
+// dx_j = g_j·c_j - σ_j·g_p(j)·s with the partner's sine, or by request (adjoint="paired") with j's own
+template <class I> DEVICE void rotate_back(
+    RowOf<I>& row, const Tables<I>& tables, const RowOf<I>& g, const RowOf<I>& old) {
     using S = Shape<I>;
     using T = typename I::Storage;
     constexpr int V = I::vector;
@@ -86,8 +102,11 @@ template <class I> DEVICE void rotate_back(RowOf<I>& row, const Sums<I>& tables,
     for (int pair = 0; pair < V; ++pair) {
         const int f = S::first(pair), s = S::second(pair), cf = S::column(f, pair), cs = S::column(s, pair);
         const typename I::Compute g1 = element<I>(g, f), g2 = element<I>(g, s);
-        typename I::Compute d1 = times_plus(g1, tables.cos[cf], times(g2, tables.sin[cf]));
-        typename I::Compute d2 = minus_times(g1, tables.sin[cs], times(g2, tables.cos[cs]));
+        const typename I::Compute c1 = tables.wide(tables.cos, cf), c2 = tables.wide(tables.cos, cs);
+        const typename I::Compute s1 = tables.wide(tables.sin, I::own_sine ? cf : cs);
+        const typename I::Compute s2 = tables.wide(tables.sin, I::own_sine ? cs : cf);
+        typename I::Compute d1 = times_plus(g1, c1, times(g2, s1));
+        typename I::Compute d2 = minus_times(g1, s2, times(g2, c2));
         if constexpr (I::add) {
             d1 = plus(d1, element<I>(old, f));
             d2 = plus(d2, element<I>(old, s));
