@@ -33,6 +33,7 @@ DEVICE float toward_zero(double x) {
     return __builtin_fabs(double(r)) > __builtin_fabs(x) ? __builtin_nextafterf(r, 0.0f) : r;
 }
 DEVICE float nearest(double x) { return float(x); }
+DEVICE long long wide_product(int a, int b) { return static_cast<long long>(a) * b; }
 #else
 DEVICE float times(float a, float b) {
     float r; asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
@@ -65,6 +66,9 @@ DEVICE BFloat16 to_bfloat16(float x) {  // the instruction that makes one alone 
 }
 DEVICE float toward_zero(double x) { float r; asm("cvt.rz.f32.f64 %0, %1;" : "=f"(r) : "d"(x)); return r; }
 DEVICE float nearest(double x) { float r; asm("cvt.rn.f32.f64 %0, %1;" : "=f"(r) : "d"(x)); return r; }
+DEVICE long long wide_product(int a, int b) {  // the compiler would multiply 64 bits by 64
+    long long r; asm("mul.wide.s32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b)); return r;
+}
 #endif
 
 DEVICE float to_float(float x) { return x; }

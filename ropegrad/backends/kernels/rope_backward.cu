@@ -126,7 +126,7 @@ template <class I> DEVICE void rows_of_batch(
 
 template <class I> DEVICE void rope_backward_of(const Arguments& a) {
     using S = Shape<I>;
-    const int self = threadIdx.x;
+    const unsigned self = threadIdx.x;
     const int batch = I::swapped ? blockIdx.x : blockIdx.z;
     const int token = (I::swapped ? blockIdx.z : blockIdx.x) * I::tokens, lane = blockIdx.y % S::parts * I::lanes;
     const Place place = place_at<I>(a, batch, token + self / I::lanes % I::tokens, lane + self % I::lanes);

@@ -43,11 +43,10 @@ template <class I> DEVICE Place place_at(const Arguments& a, int batch, int toke
             inside && (S::all_second || lane + S::lanes < I::vectors)};
 }
 
-// Strides take 32 bits where they can: the product with an index is then one instruction.
-template <bool WIDE> struct StrideOf { using Type = int; };
-template <> struct StrideOf<true> { using Type = long long; };
+// A stride times an index. Strides take 32 bits where they can: then this is one instruction.
 template <class I> DEVICE long long bytes_of(long long stride, int index) {
-    return static_cast<long long>(static_cast<typename StrideOf<I::wide>::Type>(stride)) * index;
+    if constexpr (I::wide) return stride * index;
+    else return wide_product(static_cast<int>(stride), index);
 }
 
 // ---- one row ---------------------------------------------------------------------------------------------

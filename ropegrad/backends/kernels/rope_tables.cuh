@@ -49,12 +49,13 @@ template <class I> DEVICE void sum_groups(
     using S = Shape<I>;
     using C = typename I::Compute;
     constexpr int run_columns = I::lanes * S::columns, row_columns = S::runs * run_columns;
-    for (int at = self; at < row_columns * I::tokens * (I::cos + I::sin); at += workers) {
-        const int row = at / row_columns, run = at % row_columns / run_columns;
-        const int lane = at % run_columns / S::columns, i = at % S::columns;
+    #pragma unroll 1
+    for (unsigned at = self; at < row_columns * I::tokens * (I::cos + I::sin); at += workers) {
+        const unsigned row = at / row_columns, run = at % row_columns / run_columns;
+        const unsigned lane = at % run_columns / S::columns, i = at % S::columns;
         const bool is_sin = !I::cos || row >= I::tokens;
-        const int y = row % I::tokens;
-        const int slot = run * S::columns + i + (I::cos && is_sin ? S::slots : 0);
+        const unsigned y = row % I::tokens;
+        const unsigned slot = run * S::columns + i + (I::cos && is_sin ? S::slots : 0);
         const C* terms = shared + slot * Kept<I>::stride + lane + I::lanes * y;
         C sum = terms[0];
         #pragma unroll
