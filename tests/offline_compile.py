@@ -229,7 +229,7 @@ def compile_program(major: int, arch: str, text: str) -> list[Compiled]:
         ptx = _text(library, handle, "PTX")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(handle))
-    head, *rest = re.split(r"^\.visible \.entry (\w+)", ptx, flags=re.M)
+    head, *rest = re.split(r"^\.(?:visible|weak) \.entry (\w+)", ptx, flags=re.M)
     bodies = dict(zip(rest[::2], rest[1::2], strict=True))
     return [_compiled(name, report, head + bodies[name]) for name, report in _entries(log, arch)]
 

@@ -10,6 +10,7 @@ need("cupy", "compile")
 import offline_compile as offline  # noqa: E402
 
 from ropegrad.backends import cupy_plain  # noqa: E402
+from ropegrad.bench import streams  # noqa: E402
 
 TARGETS = pytest.mark.parametrize("arch", offline.ARCHES)
 CUDAS = pytest.mark.parametrize("cuda", [12, 13])
@@ -59,6 +60,21 @@ def test_every_kernel(cuda, arch, tmp_path):
     table.write_text("\n".join(rows) + "\n")
     print("", *rows, f"in {table}", sep="\n")
     assert not wrong, "\n".join(wrong)
+
+
+@TARGETS
+@CUDAS
+def test_the_stream_kernel(cuda, arch):
+    """In registers too; that it flushes sums of its random normal numbers to zero is no fault."""
+    need_nvrtc(cuda)
+    names = {streams._expression(config) for config in streams.CONFIGS}
+    types = "const float4*, const float4*, float4*, long long"
+    instances = "".join(f"template __global__ void {name}({types});\n" for name in sorted(names))
+    compiled = offline.compile_program(cuda, arch, streams.SOURCE + instances)
+    assert len(compiled) == len(names)
+    for one in compiled:
+        assert one.faults() == ["add.ftz.f32"]
+        assert one.registers <= MOST_REGISTERS
 
 
 SPILL = """
