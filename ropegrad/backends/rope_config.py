@@ -7,6 +7,7 @@ from math import gcd
 from typing import NamedTuple
 
 MOST_SHARED = 48 << 10  # bytes a block has without asking
+MOST_HELD = 400  # bytes of a thread's registers for what it holds, beside addresses and the like
 MOST_GROUPS = 64  # threads along z
 MOST_GRID = 65_535  # blocks along y and z
 
@@ -54,7 +55,8 @@ class Work:
 
     lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none are read; batch, seq:
     what blocks pick their tokens from; thread_bytes: of shared memory that a thread needs, 0 where no table
-    gradient is wanted; row_bytes: read for a head of a token; pipeline: whether bulk copies can bring rows.
+    gradient is wanted; held_bytes, row_bytes: of registers that a thread needs for tables and sums, and for
+    each row in flight; pipeline: whether bulk copies can bring rows.
     """
 
     lanes: int
@@ -63,6 +65,7 @@ class Work:
     batch: int
     seq: int
     thread_bytes: int
+    held_bytes: int
     row_bytes: int
     pipeline: bool
     gpu: Gpu
@@ -72,13 +75,15 @@ def choose(work: Work) -> Config:
     """The rule.
 
     With table gradients a block owns a token, so that heads are summed inside it. Its threads share the heads
-    evenly, four rows in flight each. Without them the grid splits tokens and heads alike.
+    evenly, four rows in flight each, or as many as registers allow. Without them the grid splits tokens and
+    heads alike.
     """
     lanes = min(work.lanes, 32)
+    rows = next((rows for rows in (4, 2) if work.held_bytes + rows * work.row_bytes <= MOST_HELD), 1)
     threads = 256
     if work.thread_bytes:
         threads = min(threads, MOST_SHARED // work.thread_bytes - 64)
-    return spread(work, lanes=lanes, threads=threads, rows=4)
+    return spread(work, lanes=lanes, threads=threads, rows=rows)
 
 
 def spread(work: Work, *, lanes: int, threads: int, rows: int) -> Config:

@@ -115,11 +115,14 @@ def _work(spec: RopeSpec, memory: Found, vector: int, one: bool, gpu: Gpu) -> Wo
     slots = vector if spec.table == "half" else 2 * vector
     rest = (spec.head_dim - spec.rotary_dim) // vector
     heads, kv_heads = _heads(spec)
+    rotates = "q" in spec.needs or "k" in spec.needs
+    thread_slot = kinds * nbytes((1,), spec.compute)
     return Work(
         lanes=max(-(-spec.rotary_dim // (2 * vector)), -(-rest // 4), 1),
         heads=heads, kv_heads=kv_heads, seq=spec.seq, batch=1 if _walks(spec) else spec.batch,
-        thread_bytes=kinds * slots * nbytes((1,), spec.compute),
-        row_bytes=nbytes((spec.rotary_dim,), spec.dtype) * (2 if kinds else 1),
+        thread_bytes=slots * thread_slot,
+        held_bytes=slots * (thread_slot + 2 * rotates * nbytes((1,), spec.table_dtype)),
+        row_bytes=nbytes((2 * vector,), spec.dtype) * (1 + bool(kinds)),
         pipeline=gpu.capability >= 90 and one and _pipelines(spec, memory, vector), gpu=gpu,
     )  # fmt: skip
 

@@ -52,11 +52,11 @@ def judge(spec: RopeSpec, memory: Found) -> None:
 def access(spec: RopeSpec, memory: Found, most: int) -> tuple[int, bool]:
     """Channels an access, and whether it is one instruction: the widest that widths and memory allow.
 
-    most: bytes.
+    most: bytes. A vector takes no more than twice the widest access once it is in the compute dtype.
     """
     size = nbytes((1,), spec.dtype)
     interleaved = spec.pairing == "interleaved"
-    vector = most // size
+    vector = min(most // size, 2 * ALIGNED // nbytes((1,), spec.compute))
     while vector >= 1 + interleaved:
         whole = (spec.rotary_dim if interleaved else spec.rotary_dim // 2) % vector == 0
         whole = whole and (spec.head_dim - spec.rotary_dim) % vector == 0
