@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropegrad.arrays import Array
-from ropegrad.backends import BACKENDS, choose
+from ropegrad.backends import BACKENDS, choose, why_behind
 from ropegrad.calls import qkv_forward_spec, qkv_spec, rope_forward_spec, rope_spec
 from ropegrad.errors import SpecError
 from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, RopeGrads, RopeOut, judge_out
@@ -262,12 +262,9 @@ def explain(operation: str, *arrays: Array | None, backend: str | None = None, *
     for other in BACKENDS:
         if other.name != chosen.name:
             reason = other.why_not(spec)
-            why_not[other.name] = reason or f"it can run this, but {chosen.name} is {_preferred(backend)}"
+            asked = f"it can run this, but {chosen.name} is asked for"
+            why_not[other.name] = reason or (asked if backend else why_behind(other, chosen, spec))
     return Explanation(spec, chosen.name, tuple(chosen.explain(spec, inputs)), why_not)
-
-
-def _preferred(backend: str | None) -> str:
-    return "preferred" if backend is None else "asked for"
 
 
 def _rope_inputs(*arrays: Array | None) -> dict[str, Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from ropegrad.spec import RopeSpec
+from ropegrad.spec import QkvSpec, RopeSpec
 
 SHARED = (
     1 << 20
@@ -30,6 +30,12 @@ Task = list[Tile]  # tiles that one worker does in this order: they may share ta
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def channels(spec: RopeSpec | QkvSpec) -> int:
+    """Channels of all heads of q and k: the size of a problem."""
+    rope = spec if isinstance(spec, RopeSpec) else spec.rope
+    return rope.batch * rope.seq * ((rope.heads or 0) + (rope.kv_heads or 0)) * rope.head_dim
 
 
 def tasks(spec: RopeSpec, cells: int | None = None, workers: int = 1) -> list[Task]:

@@ -41,6 +41,14 @@ def skip(reason: str, *, required: bool = True) -> NoReturn:
     pytest.skip(reason, allow_module_level=True)
 
 
+@pytest.fixture(params=("numpy_tiled", "numba_cpu", "portable"), scope="module")
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that runs NumPy arrays."""
+    if request.param == "numba_cpu":
+        need("numba", "cpu")
+    return request.param
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run tests marked long, with more examples")
     parser.addoption("--require-extras", action="store_true", help="fail where an extra is missing, not skip")

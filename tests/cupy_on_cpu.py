@@ -21,13 +21,14 @@ import numpy as np
 import offline_compile as offline
 import shim
 
-from ropegrad.backends import cupy_plain
+from ropegrad.backends import cublas, cupy_plain
 from ropegrad.verify import runners
 from ropegrad.verify.case import Case, NumpyArray
 
 THREADS = 128  # of a block of CuPy's elementwise kernels
 MOST_BLOCKS = 3  # fewer than CuPy's, so that threads have several turns
-REDUCES = {"rotation": False, "combined": False, "products_summed": True, "summed": True}
+REDUCES = {"rotation": False, "combined": False, "table_sums": True, "summed": True}
+INPUTS = {"table_sums": 4, "summed": 1}  # of a reduction; what else it is given, it writes
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ def on_cpu(launching: Launching) -> Iterator[None]:
         ),  # fmt: skip
         mock.patch.object(cupy_plain.CupyPlain, "why_not", return_value=None),
         mock.patch.object(runners, "to_namespace", lambda x, namespace: shim.apart(x)),
-        mock.patch.dict(vars(cupy.cuda), cublas=SimpleNamespace(gemmEx=_gemm_ex)),
+        mock.patch.object(cublas, "_library", return_value=_LIBRARY),
+        mock.patch.object(cupy, "ascontiguousarray", lambda x: np.ascontiguousarray(x).view(_OnDevice)),
+        mock.patch.object(cupy.cuda, "get_current_stream", return_value=SimpleNamespace(ptr=0)),
         mock.patch.object(cupy.cuda.device, "get_cublas_handle", return_value=0),
     ):
         yield
@@ -108,25 +111,31 @@ def _reduction(
     """Reduced axes come first, then those that stay, as CuPy permutes them; one thread adds every k-th."""
     from cupy._core import _reduction as cupys
 
+    arrays, results = arrays[: INPUTS[maker]], arrays[INPUTS[maker] :]
     shape = np.broadcast_shapes(*(x.shape for x in arrays))
     over = (axis,) if isinstance(axis, int) else tuple(axis)
     stay = tuple(i for i in range(len(shape)) if i not in over)
-    result = shim.empty(tuple(shape[i] for i in stay), arguments[0])
+    results = results or (shim.empty(tuple(shape[i] for i in stay), arguments[0]),)
+    assert all(x.shape == tuple(shape[i] for i in stay) for x in results)
     if 0 in shape:
-        result[...] = 0  # the identity, as CuPy fills it without a launch where nothing is added
-        return result
+        for x in results:
+            x[...] = 0  # the identity: nothing is added
+        return results[0]
     views = [np.broadcast_to(x, shape).transpose(over + stay) for x in arrays]
-    wanted = offline.Wanted(maker, arguments, (*(x.dtype for x in arrays), result.dtype))
-    kernel, axes = _kernel(launching, wanted, all(x.flags.c_contiguous for x in views))
+    wanted = offline.Wanted(maker, arguments, tuple(x.dtype for x in (*arrays, *results)))
+    flat = all(x.flags.c_contiguous for x in (*views, *results))
+    kernel, axes = _kernel(launching, wanted, flat)
+    kept = offline.kept_axes(axes, len(results))
     run = min(shape[-1], 32) if shape[-1] else 1
     size = views[0].size
-    block, stride, blocks = cupys._get_block_specs(size, result.size, run, -1)
+    block, stride, blocks = cupys._get_block_specs(size, results[0].size, run, -1)
     given = [
-        *(_carray(x, axes) for x in views), _carray(result, 1), _indexer(views[0].shape, axes),
-        _indexer(result.shape, 1), np.int32(stride),
+        *(_carray(x, axes) for x in views), *(_carray(x, kept) for x in results),
+        _indexer(views[0].shape, axes), _indexer(results[0].shape, kept), np.int32(stride),
     ]  # fmt: skip
-    kernel((min(blocks, MOST_BLOCKS),), (block,), given, arrays=[*views, result], order=launching.order)
-    return result
+    used = [*views, *results]
+    kernel((min(blocks, MOST_BLOCKS),), (block,), given, arrays=used, order=launching.order)
+    return results[0]
 
 
 def _carray(x: NumpyArray, axes: int) -> bytes:
@@ -189,30 +198,35 @@ class _OnDevice(np.ndarray):
 
 
 _ALLOCATOR = SimpleNamespace(
-    empty=shim.empty,
-    zeros=lambda shape, dtype: np.zeros(shape, dtype).view(_OnDevice),
-    concatenate=np.concatenate,
-    ascontiguousarray=lambda x: np.ascontiguousarray(x).view(_OnDevice),
+    empty=lambda shape, dtype: shim.empty(shape, dtype).view(_OnDevice), concatenate=np.concatenate
 )
 
 
 def _gemm_ex(
-    handle: int, transpose_a: int, transpose_b: int, m: int, n: int, k: int,
-    alpha: int, a: int, a_type: int, lda: int, b: int, b_type: int, ldb: int,
-    beta: int, c: int, c_type: int, ldc: int, compute: int, algorithm: int,
-) -> None:  # fmt: skip
+    handle: ctypes.c_void_p, transpose_a: int, transpose_b: int,
+    m: ctypes.c_int64, n: ctypes.c_int64, k: ctypes.c_int64,
+    alpha: Any, a: ctypes.c_void_p, a_type: int, lda: ctypes.c_int64,
+    b: ctypes.c_void_p, b_type: int, ldb: ctypes.c_int64,
+    beta: Any, c: ctypes.c_void_p, c_type: int, ldc: ctypes.c_int64, compute: int, algorithm: int,
+) -> int:  # fmt: skip
     """C = op(A)·op(B) of column-major matrices at these addresses, as cuBLAS has it."""
     kind = {0: ctypes.c_float, 1: ctypes.c_double}[a_type]
-    assert (kind.from_address(alpha).value, kind.from_address(beta).value) == (1, 0)
+    assert compute == {0: cublas.PEDANTIC_32F, 1: cublas.PEDANTIC_64F}[a_type]
+    assert (alpha._obj.value, beta._obj.value, b_type, c_type) == (1, 0, a_type, a_type)
 
-    def matrix(address: int, rows: int, columns: int, leading: int) -> NumpyArray:
+    def matrix(at: ctypes.c_void_p, rows: int, columns: int, leading: int) -> NumpyArray:
         assert leading >= rows
-        flat = np.ctypeslib.as_array((kind * (leading * (columns - 1) + rows)).from_address(address))
+        flat = np.ctypeslib.as_array((kind * (leading * (columns - 1) + rows)).from_address(at.value or 0))
         return np.lib.stride_tricks.as_strided(
             flat, (rows, columns), (flat.itemsize, leading * flat.itemsize)
         )
 
-    left = matrix(a, k, m, lda).T if transpose_a else matrix(a, m, k, lda)
-    right = matrix(b, n, k, ldb).T if transpose_b else matrix(b, k, n, ldb)
+    (m_, n_, k_), lds = (x.value for x in (m, n, k)), (lda.value, ldb.value, ldc.value)
+    left = matrix(a, k_, m_, lds[0]).T if transpose_a else matrix(a, m_, k_, lds[0])
+    right = matrix(b, n_, k_, lds[1]).T if transpose_b else matrix(b, k_, n_, lds[1])
     with np.errstate(all="ignore"):
-        matrix(c, m, n, ldc)[...] = left @ right
+        matrix(c, m_, n_, lds[2])[...] = left @ right
+    return 0
+
+
+_LIBRARY = SimpleNamespace(cublasSetStream_v2=lambda handle, stream: 0, cublasGemmEx_64=_gemm_ex)

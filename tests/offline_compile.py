@@ -92,7 +92,7 @@ def wanted() -> list[Wanted]:
 
         return make
 
-    makers = {"rotation": False, "combined": False, "products_summed": True, "summed": True}
+    makers = {"rotation": False, "combined": False, "table_sums": False, "summed": True}
     with mock.patch.multiple(
         cupy_plain,
         _cupy=lambda: np,
@@ -155,14 +155,20 @@ def source(kernel: Wanted, layout: str) -> str:
         return _kernel._get_elementwise_kernel_code(
             (*arrays, indexer(axes)), names, made.params, made.operation, made.name, made.preamble
         )
-    (result,) = outputs  # fresh, so contiguous
     names = _kernel._TypeMap((*names._pairs, ("IndexT", "int32" if short else "int64")))
     stride = _kernel._ArgInfo(_SCALAR, _scalar.CScalar, np.dtype("int32"), 0, True, True)
-    infos = (*given, array(result, 1, True), indexer(axes), indexer(1), stride)
+    kept = kept_axes(axes, len(outputs))
+    results = tuple(array(dtype, kept, kept == 1) for dtype in outputs)
+    infos = (*given, *results, indexer(axes), indexer(kept), stride)
     return _reduction._ReductionKernel_get_cached_function_code(
         made.nin, made.nout, made._params, infos, names, made.name, 512, made.reduce_type, made.identity,
         made.map_expr, made.reduce_expr, made.post_map_expr, made.preamble, made.options,
     )  # fmt: skip
+
+
+def kept_axes(axes: int, results: int) -> int:
+    """Axes of what a reduction writes; a lone result is fresh, so contiguous."""
+    return max(axes - 1, 1) if results > 1 else 1
 
 
 def program(sources: Iterable[str]) -> str:

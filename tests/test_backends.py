@@ -16,6 +16,7 @@ from ropegrad.verify.strategies import cases, qkv_specs, rope_specs
 
 PAIRS = {
     "numpy_tiled": ("numpy_tiled", "numpy", None),
+    "numba_cpu": ("numba_cpu", "numpy", "cpu"),
     "portable": ("portable", "numpy", None),
     "portable-array_api_strict": ("portable", "array_api_strict", "test"),
     "portable-torch": ("portable", "torch", "interop"),
@@ -33,7 +34,7 @@ NATIVE = ("float32", "float64")  # the dtypes that array-api-strict has
 def pair(request):
     backend, namespace, extra = PAIRS[request.param]
     if extra is not None:
-        need({"dask": "dask.array"}.get(namespace, namespace), extra)
+        need({"dask": "dask.array"}.get(namespace, "numba" if extra == "cpu" else namespace), extra)
     if namespace == "cupy" and no_gpu() is not None:
         skip(no_gpu(), required=False)
     if namespace == "jax":

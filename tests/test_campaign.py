@@ -8,22 +8,17 @@ import json
 import pathlib
 import platform
 import subprocess
-from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from conftest import need
 
 import ropegrad
-from ropegrad.verify.check import check_all
-from ropegrad.verify.runners import run_backend
-from ropegrad.verify.strategies import cases, qkv_specs, rope_specs
+from ropegrad.verify.campaign import SPECS, campaign
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CAMPAIGN = ROOT / "analysis" / "results" / "campaign.jsonl"
-SPECS = {"rope": rope_specs, "qkv": qkv_specs}
-BACKENDS = ("numpy_tiled", "portable")
+BACKENDS = ["numpy_tiled", "numba_cpu", "portable"]
 EACH = 15_000  # drawn per operation: enough that 20,000 in all are different specs
 
 
@@ -37,35 +32,32 @@ def commit() -> str:
     return found.stdout.strip() + ("+changes" if changed.stdout else "")
 
 
-def run(op: str) -> dict:
-    """Judge EACH problems of one operation on all backends; the counts and the worst figures."""
-    seen, worst = set(), {name: {} for name in BACKENDS}
-    examples = 0
+def test_a_campaign_counts_what_it_judged():
+    need("numba", "cpu")
+    found = campaign("rope", BACKENDS, 40, 7)
+    assert found["examples"] == 40
+    assert 20 < found["specs"] <= 40
+    assert set(found["worst_error_over_bound"]) == set(BACKENDS)
+    assert all(0 < max(worst.values()) <= 1 for worst in found["worst_error_over_bound"].values())
 
-    @settings(max_examples=EACH, suppress_health_check=list(HealthCheck))
-    @given(case=cases(SPECS[op]()), into=st.booleans())
-    def body(case, into):
-        nonlocal examples
-        functions = {name: partial(run_backend, backend=name, into=into) for name in BACKENDS}
-        verdicts = check_all(case, functions)
-        for name, verdict in verdicts.items():
-            assert verdict.passed, (name, verdict.findings)
-            for output, ratio in verdict.worst.items():
-                worst[name][output] = max(ratio, worst[name].get(output, 0.0))
-        examples += 1
-        seen.add(case.spec)
 
-    body()
-    return {"op": op, "examples": examples, "specs": len(seen), "worst_error_over_bound": worst}
+def test_a_campaign_ends_at_a_wrong_gradient(monkeypatch):
+    from ropegrad.backends import numpy_tile
+
+    right = numpy_tile.swap
+    monkeypatch.setattr(numpy_tile, "swap", lambda x, pairing, scratch: -right(x, pairing, scratch))
+    with pytest.raises(AssertionError, match="wrong value"):
+        campaign("rope", ["numpy_tiled"], 200, 7)
 
 
 @pytest.mark.long
 def test_twenty_thousand_problems(request):
-    seed = request.config.getoption("hypothesis_seed")
+    need("numba", "cpu")
+    seed = int(request.config.getoption("hypothesis_seed"))
     rows = []
     for op in SPECS:
-        rows.append(run(op) | {
-            "seed": None if seed is None else int(seed), "commit": commit(), "ropegrad": ropegrad.__version__,
+        rows.append(campaign(op, BACKENDS, EACH, seed) | {
+            "commit": commit(), "ropegrad": ropegrad.__version__,
             "numpy": np.__version__, "python": platform.python_version(), "machine": platform.machine(),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "command": "python3 scripts/test --long tests/test_campaign.py",

@@ -50,7 +50,7 @@ def test_every_kernel(cuda, arch, tmp_path):
         row = f"CUDA {cuda} {arch:8} {memory}  {layout:10} {kernel}"
         rows.append(row)
         faults = one.faults()
-        if kernel.maker in ("rotation", "products_summed"):
+        if kernel.maker in ("rotation", "table_sums"):
             mul = f"mul.rn.f{kernel.arguments[0][-2:]}"
             faults += [] if mul in one.ptx else [f"no {mul}"]
         if one.registers > MOST_REGISTERS:
@@ -139,7 +139,7 @@ def test_what_is_compiled_is_what_runs():
     copy(strided, strided)
     wanted = offline.Wanted("combined", ("float32", (1,)), (float32,) * 2)
     assert copy.cached_code == offline.source(wanted, "strided")
-    total = cupy_plain.products_summed.__wrapped__("float32")
-    total(strided, strided, axis=1)
-    wanted = offline.Wanted("products_summed", ("float32",), (float32,) * 3)
+    total = cupy_plain.table_sums.__wrapped__("float32")
+    total(*[strided] * 4, *[cupy.zeros((4, 4, 4), "float32")[::2, ::2, ::2]] * 4, axis=1)
+    wanted = offline.Wanted("table_sums", ("float32",), (float32,) * 8)
     assert total.cached_code == offline.source(wanted, "strided")

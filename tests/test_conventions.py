@@ -1,7 +1,6 @@
 """The conventions that people mix up, and how each maps onto the others."""
 
 import numpy as np
-import pytest
 
 import ropegrad as rg
 from ropegrad.spec import RopeSpec
@@ -19,7 +18,6 @@ def moved(x):
     return x[..., TO_HALF[x.shape[-1] > TO_HALF]]
 
 
-@pytest.mark.parametrize("backend", ["numpy_tiled", "portable"])
 def test_interleaved_is_half_pairing_with_the_channels_moved(backend):
     inputs = CASE.inputs.values()
     interleaved = rg.rope_backward(*inputs, pairing="interleaved", backend=backend)
@@ -91,12 +89,11 @@ def test_q_and_k_of_different_heads_keep_their_own_strides():
         assert np.array_equal(getattr(grads, name), right)
 
 
-def test_accumulating_bfloat16_sums_does_not_stall():
+def test_accumulating_bfloat16_sums_does_not_stall(backend):
     """1,024 contributions of one: a bfloat16 accumulator stops growing at 256."""
     import ml_dtypes
 
     ones = np.ones((1, 1024, 1, 2), ml_dtypes.bfloat16)
     table = np.ones((1, 2), ml_dtypes.bfloat16)
-    for backend in ("numpy_tiled", "portable"):
-        grads = rg.rope_backward(ones, None, ones, None, table, table, backend=backend)
-        assert (grads.grad_cos.astype(np.float32) == 1024).all()
+    grads = rg.rope_backward(ones, None, ones, None, table, table, backend=backend)
+    assert (grads.grad_cos.astype(np.float32) == 1024).all()

@@ -29,10 +29,10 @@ def test_every_kernel_can_be_built():
     """Without a device: names, types and signatures are judged when the objects are made."""
     need("cupy", "cuda13")
     for compute in ("float32", "float64"):
-        for forward in (False, True):
-            cupy_plain.rotation(compute, forward, False)
-        cupy_plain.rotation(compute, False, True)
-        cupy_plain.products_summed(compute)
+        for forward, accumulate in ((False, False), (True, False), (False, True)):
+            for heads in (1, 2):
+                cupy_plain.rotation(compute, forward, accumulate, heads)
+        cupy_plain.table_sums(compute)
         cupy_plain.summed(compute)
         for signs in ((1,), (1, 1), (-1, -1), (1, 1, 1, -1, -1)):
             cupy_plain.combined(compute, signs)

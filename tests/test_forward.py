@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 import ropegrad as rg
 from ropegrad.verify.strategies import rope_specs
 
-BACKENDS = ("numpy_tiled", "portable")
 TO_BHSD = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
 
 
@@ -31,7 +30,6 @@ def rotated(x, cos, sin, spec):
     return y
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @given(spec=rope_specs(dtypes=("float32",)), seed=st.integers(0, 2**32 - 1))
 def test_rope_is_the_complex_product(backend, spec, seed):
     rng = np.random.default_rng(seed)
@@ -46,7 +44,6 @@ def test_rope_is_the_complex_product(backend, spec, seed):
         assert (x is None and y is None) or np.array_equal(y, rotated(x, cos, sin, spec))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", list(TO_BHSD))
 def test_qkv_rope_projects_and_turns(backend, layout):
     rng = np.random.default_rng(1)

@@ -65,6 +65,15 @@ def any_problem(layout, specs, dtypes, examples):
     body()
 
 
+@pytest.mark.parametrize("table_batch", [None, 2])
+def test_the_same_bits_in_any_order_of_threads(table_batch):
+    spec = RopeSpec(batch=2, heads=6, kv_heads=3, seq=5, head_dim=20, rotary_dim=16, table_batch=table_batch)
+    case = make_case(spec, 1)
+    first, *others = (run(case, Launching(order=order)) for order in range(4))
+    for other in others:
+        assert all(np.array_equal(first[name], other[name]) for name in case.outputs)
+
+
 # ---- forwards ------------------------------------------------------------------------------------------
 
 

@@ -2,15 +2,18 @@
 
 import os
 import threading
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_limits
 
 import ropegrad as rg
 from ropegrad.backends import numpy_tile, numpy_tiled
 from ropegrad.backends.numpy_tiled import NumpyTiled
-from ropegrad.spec import RopeSpec
+from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.tiles import tasks
 from ropegrad.verify.draws import make_case
 from ropegrad.verify.runners import run_backend
@@ -31,7 +34,7 @@ def tiled(case, threads, cells):
         kernel = numpy_tile.RopeBackward(case.spec, inputs, out)
         if not schedule:
             return backend.rope_backward(case.spec, inputs, out)
-        backend._run(case.spec, schedule, kernel.run)
+        backend._run(case.spec, [partial(kernel.run, task) for task in schedule])
     return out
 
 
@@ -78,13 +81,50 @@ def test_needs_and_out_change_no_bit():
         spec = RopeSpec(batch=2, heads=6, kv_heads=2, seq=seq, head_dim=32, rotary_dim=32, table_batch=1)
         case = make_case(spec, 5)
         arrays = list(case.inputs.values())
-        full = rg.rope_backward(*arrays)
+        full = rg.rope_backward(*arrays, backend="numpy_tiled")
         into = tuple(np.empty_like(x) for x in full)
-        rg.rope_backward(*arrays, out=into)
+        rg.rope_backward(*arrays, out=into, backend="numpy_tiled")
         for need, whole, written in zip(spec.needs, full, into, strict=True):
-            alone = getattr(rg.rope_backward(*arrays, needs=(need,)), f"grad_{need}")
+            alone = getattr(rg.rope_backward(*arrays, needs=(need,), backend="numpy_tiled"), f"grad_{need}")
             assert np.array_equal(alone, whole)
             assert np.array_equal(written, whole)
+
+
+def projections(case, threads, blas, *, out=False, needs=None):
+    """The gradients of the projections on so many threads of ours and of BLAS, into `out` or fresh."""
+    spec = case.spec if needs is None else replace(case.spec, needs=needs)
+    into = {f"grad_{n}": np.empty(shape, d) for n in spec.needs for shape, d in [spec.output(n)]}
+    with threadpool_limits(blas, "blas"):
+        return NumpyTiled(threads=threads).qkv_rope_backward(spec, case.inputs, into if out else None)
+
+
+@given(
+    tokens=st.integers(1, 700),
+    hidden=st.integers(1, 1300),
+    heads=st.integers(1, 3),
+    dtype=st.sampled_from(["float32", "float64"]),
+    seed=st.integers(0, 99),
+)
+def test_neither_our_threads_nor_those_of_blas_change_a_bit_of_the_products(
+    tokens, hidden, heads, dtype, seed
+):
+    rope = RopeSpec(
+        batch=1,
+        heads=2 * heads,
+        kv_heads=heads,
+        seq=tokens,
+        head_dim=34,
+        rotary_dim=34,
+        dtype=dtype,
+        needs=(),
+    )
+    case = make_case(QkvSpec(rope=rope, hidden_size=hidden), seed)
+    one = projections(case, 1, 1)
+    assert same_bits(one, projections(case, 2, 2, out=True))
+    assert same_bits(one, projections(case, 3, 4))
+    for need in case.spec.needs:
+        alone = projections(case, 2, 2, needs=(need,))
+        assert same_bits(alone, one)
 
 
 def test_small_problems_take_the_stacked_path(monkeypatch):

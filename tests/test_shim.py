@@ -289,6 +289,15 @@ def test_kernels_with_c_names_need_no_list(tmp_path):
         module.get_function("one")((1,), (3,), (y,))
 
 
+def test_a_changed_header_is_compiled_anew(tmp_path):
+    text = '#include "value.h"\nextern "C" __global__ void one(float* y) { *y = VALUE; }'
+    for value in (1, 2, 1):
+        (tmp_path / "value.h").write_text(f"#define VALUE {value}", encoding="utf-8")
+        y = np.zeros(1, np.float32)
+        shim.RawModule(code=text, options=[f"-I{tmp_path}"]).get_function("one")((1,), (1,), (y,))
+        assert y[0] == value
+
+
 def test_what_does_not_compile_says_why():
     with pytest.raises(RuntimeError, match=r"kernels.cu:1:.* error: .*nowhere"):
         shim.RawModule(code="__global__ void wrong() { nowhere(); }", name_expressions=["wrong"])

@@ -5,12 +5,16 @@ from __future__ import annotations
 from ropegrad.backends.base import Backend
 from ropegrad.backends.cupy_fused import CupyFused
 from ropegrad.backends.cupy_plain import CupyPlain
+from ropegrad.backends.numba_cpu import NumbaCpu
 from ropegrad.backends.numpy_tiled import NumpyTiled
 from ropegrad.backends.portable import Portable
 from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec, RopeSpec
+from ropegrad.tiles import channels
 
-BACKENDS: tuple[Backend, ...] = (NumpyTiled(), CupyFused(), CupyPlain(), Portable())
+SMALL = 1 << 16  # channels that NumPy is through with before compiled code is loaded
+
+BACKENDS: tuple[Backend, ...] = (NumbaCpu(), NumpyTiled(), CupyFused(), CupyPlain(), Portable())
 
 
 def find(name: str) -> Backend:
@@ -22,6 +26,23 @@ def find(name: str) -> Backend:
     raise SpecError(f"backend={name!r} is unknown: it must be one of {names}")
 
 
+def order(spec: RopeSpec | QkvSpec) -> tuple[Backend, ...]:
+    """The backends, the first choice for a problem of this size first."""
+    if channels(spec) >= SMALL:
+        return BACKENDS
+    return tuple(sorted(BACKENDS, key=lambda backend: isinstance(backend, NumbaCpu)))
+
+
+def why_behind(other: Backend, chosen: Backend, spec: RopeSpec | QkvSpec) -> str:
+    """Why `other`, which can run `spec`, is not the one that was chosen without a name."""
+    if BACKENDS.index(other) < BACKENDS.index(chosen):
+        return (
+            f"it can run this, but {chosen.name} is preferred for fewer than {SMALL:,} channels, here "
+            f"{channels(spec):,}: it has no compiled code to load"
+        )
+    return f"it can run this, but {chosen.name} is preferred"
+
+
 def choose(spec: RopeSpec | QkvSpec, name: str | None) -> Backend:
     """The backend called `name`, or the first that can run `spec`; SpecError with the reason if it cannot."""
     if name is not None:
@@ -31,7 +52,7 @@ def choose(spec: RopeSpec | QkvSpec, name: str | None) -> Backend:
             raise SpecError(f"backend={name!r} cannot run this: {reason}")
         return backend
     reasons = []
-    for backend in BACKENDS:
+    for backend in order(spec):
         reason = backend.why_not(spec)
         if reason is None:
             return backend

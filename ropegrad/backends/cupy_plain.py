@@ -6,7 +6,6 @@ because CuPy compiles every kernel with -ftz=true, which would flush float32 sub
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.cublas import PEDANTIC_32F, PEDANTIC_64F, multiply
 from ropegrad.maths import layout as axes
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -49,45 +49,70 @@ template <> struct Narrow<double> {
 
 
 @functools.cache
-def rotation(compute: str, forward: bool, accumulate: bool) -> Any:
-    """One thread a pair: d1 = g1·c1 ± g2·s1, d2 = g2·c2 ∓ g1·s2, the lower signs forward.
+def rotation(compute: str, forward: bool, accumulate: bool, heads: int) -> Any:
+    """One thread a pair of channels in one or two heads: d1 = g1·c1 + g2·s1, d2 = g2·c2 − g1·s2.
 
-    Reads each gradient once; a table row stays in cache from head to head.
+    Forward the sines' signs are the other way. Reads each gradient once; a table row stays in cache from
+    head to head. Two heads share the arithmetic of the index, which is most of what a thread does.
     """
     import cupy
 
     a = _C[compute]
-    minus = "mul({a}(-1), mul({x}, {s}))".format
-    x1, x2 = ("add(mul(a1, k1), {})", "add(mul(a2, k2), {})")
-    x1 = x1.format(minus(a=a, x="a2", s="t1") if forward else "mul(a2, t1)")
-    x2 = x2.format("mul(a1, t2)" if forward else minus(a=a, x="a1", s="t2"))
+    first, second = "mul(a2, Wide<A>::from(s1))", "mul(a1, Wide<A>::from(s2))"
+    first, second = (f"mul(A(-1), {first})", second) if forward else (first, f"mul(A(-1), {second})")
+    x1, x2 = f"add(mul(a1, Wide<A>::from(c1)), {first})", f"add(mul(a2, Wide<A>::from(c2)), {second})"
     if accumulate:
-        x1, x2 = f"add({x1}, Wide<{a}>::from(old1))", f"add({x2}, Wide<{a}>::from(old2))"
-    wide = "".join(
-        f"{a} {name} = Wide<{a}>::from({source}); "
-        for name, source in zip(
-            ("a1", "a2", "k1", "k2", "t1", "t2"), ("g1", "g2", "c1", "c2", "s1", "s2"), strict=True
-        )
-    )
+        x1, x2 = f"add({x1}, Wide<A>::from(d1))", f"add({x2}, Wide<A>::from(d2))"
+    rotate = f"""
+    template <class G, class C, class T> __device__ void ropegrad_rotate(
+        G g1, G g2, C c1, C c2, C s1, C s2, T& d1, T& d2) {{
+        typedef {a} A;
+        A a1 = Wide<A>::from(g1), a2 = Wide<A>::from(g2);
+        A x1 = {x1};
+        A x2 = {x2};
+        d1 = Narrow<T>::from(x1);
+        d2 = Narrow<T>::from(x2);
+    }}
+    """
+    each = range(heads)
     return cupy.ElementwiseKernel(
-        "G g1, G g2, C c1, C c2, C s1, C s2" + (", T old1, T old2" if accumulate else ""),
-        "T d1, T d2",
-        f"{wide} {a} x1 = {x1}, x2 = {x2}; d1 = Narrow<T>::from(x1); d2 = Narrow<T>::from(x2);",
-        f"ropegrad_rotation_{a}{'_forward' * forward}{'_accumulate' * accumulate}",
-        preamble=ARITHMETIC,
+        ", ".join([f"G g1_{i}, G g2_{i}" for i in each] + ["C c1, C c2, C s1, C s2"]),
+        ", ".join(f"T d1_{i}, T d2_{i}" for i in each),
+        " ".join(f"ropegrad_rotate(g1_{i}, g2_{i}, c1, c2, s1, s2, d1_{i}, d2_{i});" for i in each),
+        f"ropegrad_rotation_{a}_{heads}{'_forward' * forward}{'_accumulate' * accumulate}",
+        preamble=ARITHMETIC + rotate,
     )
 
 
 @functools.cache
-def products_summed(compute: str) -> Any:
-    """Σ g·x over the axes reduced, in the compute dtype and in a fixed order: the same bits every time."""
+def table_sums(compute: str) -> Any:
+    """Σ g1·x1, Σ g2·x2, −Σ g1·x2 and Σ g2·x1 over the axes reduced: both tables' gradients, both members.
+
+    One pass reads g and x once; sums in the compute dtype, in a fixed order: the same bits every time.
+    """
     import cupy
 
     a = _C[compute]
+    four = f"ropegrad_four_{a}"
+    struct = f"""
+    struct {four} {{
+        typedef {a} A;
+        A c1, c2, s1, s2;
+        __device__ {four}() {{}}
+        __device__ {four}(int zero) : c1(zero), c2(zero), s1(zero), s2(zero) {{}}
+        __device__ {four}(A c1, A c2, A s1, A s2) : c1(c1), c2(c2), s1(s1), s2(s2) {{}}
+        template <class T> static __device__ {four} products(T y1, T y2, T z1, T z2) {{
+            A g1 = Wide<A>::from(y1), g2 = Wide<A>::from(y2), x1 = Wide<A>::from(z1), x2 = Wide<A>::from(z2);
+            return {four}(mul(g1, x1), mul(g2, x2), mul(A(-1), mul(g1, x2)), mul(g2, x1));
+        }}
+    }};
+    """
     return cupy.ReductionKernel(
-        "T g, T x", f"{compute} sum",
-        f"mul(Wide<{a}>::from(g), Wide<{a}>::from(x))", "add(a, b)", "sum = a", "0",
-        f"ropegrad_products_summed_{a}", reduce_type=a, preamble=ARITHMETIC,
+        "T g1, T g2, T x1, T x2", f"{compute} c1, {compute} c2, {compute} s1, {compute} s2",
+        f"{four}::products(g1, g2, x1, x2)",
+        f"{four}(add(a.c1, b.c1), add(a.c2, b.c2), add(a.s1, b.s1), add(a.s2, b.s2))",
+        "c1 = a.c1, c2 = a.c2, s1 = a.s1, s2 = a.s2", "0",
+        f"ropegrad_table_sums_{a}", reduce_type=four, preamble=ARITHMETIC + struct,
     )  # fmt: skip
 
 
@@ -154,9 +179,7 @@ class CupyPlain:
                 if side in spec.needs:
                     grad, result = inputs[f"grad_{side}_embed"], results[f"grad_{side}"]
                     _rotate(spec, inputs, grad, result, accumulate=spec.accumulate)
-            for name in ("cos", "sin"):
-                if name in spec.needs:
-                    _table_gradient(spec, inputs, name, results[f"grad_{name}"])
+            _table_gradients(spec, inputs, results)
         return results
 
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
@@ -264,45 +287,42 @@ def _rotate(
     """Rotate x into y, both in the caller's layout; y may be x."""
     source, target = (axes.to_bhsd(_xp(), array, spec.layout) for array in (x, y))
     width = spec.rotary_dim
-    g1, g2 = _members(source[..., :width], spec.pairing)
-    d1, d2 = _members(target[..., :width], spec.pairing)
     c1, c2 = _table(spec, inputs["cos"])
     s1, s2 = _table(spec, inputs["sin"])
     if not forward and spec.adjoint == "exact":
         s1, s2 = s2, s1  # each channel's partner's sine
-    if d1.size:
-        held = (d1, d2) if accumulate else ()
-        rotation(spec.compute, forward, accumulate)(g1, g2, c1, c2, s1, s2, *held, d1, d2)
+    even = source.shape[1] // 2 * 2
+    for heads in ([slice(0, even, 2), slice(1, even, 2)], [slice(even, None)]):
+        gs = [part for head in heads for part in _members(source[:, head, :, :width], spec.pairing)]
+        ds = [part for head in heads for part in _members(target[:, head, :, :width], spec.pairing)]
+        if ds[0].size:
+            rotation(spec.compute, forward, accumulate, len(heads))(*gs, c1, c2, s1, s2, *ds)
     if width < spec.head_dim:
         rest = target[..., width:]
         _combine(spec, *([(rest, 1)] if accumulate else []), (source[..., width:], 1), out=rest)
 
 
-def _table_gradient(spec: RopeSpec, inputs: Inputs, name: str, out: Array) -> None:
-    """Σ g_j·x_j, or σ_j·Σ g_j·x_p(j): q's heads and k's, both columns of a half table, rounded once."""
+def _table_gradients(spec: RopeSpec, inputs: Inputs, results: Outputs) -> None:
+    """Σ g_j·x_j and σ_j·Σ g_j·x_p(j): q's heads and k's, both columns of a half table, rounded once."""
+    names = [name for name in ("cos", "sin") if name in spec.needs]
     sides = [side for side, heads in (("q", spec.heads), ("k", spec.kv_heads)) if heads is not None]
-    over = 1 if spec.table_batch == spec.batch else (0, 1)
-    columns: tuple[list[Any], list[Any]] = ([], [])
-    for side in sides:
+    own = spec.table_batch == spec.batch
+    sums: dict[str, list[Array]] = {"cos": [], "sin": []}
+    for side in sides if names else []:
         views = (axes.to_bhsd(_xp(), inputs[n], spec.layout) for n in (f"grad_{side}_embed", side))
-        (g1, g2), (x1, x2) = (_members(view[..., : spec.rotary_dim], spec.pairing) for view in views)
-        if name == "sin":
-            x1, x2 = x2, x1
-        for column, g, x in zip(columns, (g1, g2), (x1, x2), strict=True):
-            column.append(products_summed(spec.compute)(g, x, axis=over))
-    signs = (1, 1) if name == "cos" else (-1, 1)
-    target = out if spec.table_batch == spec.batch else out.reshape(spec.seq, spec.columns)
-    first, second = ([(term, sign) for term in column] for column, sign in zip(columns, signs, strict=True))
-    if spec.table == "half":
-        _sum_into(spec, target, first + second)
-    else:
-        for member, terms in zip(_members(target, spec.pairing), (first, second), strict=True):
-            _sum_into(spec, member, terms)
-
-
-def _sum_into(spec: RopeSpec, target: Array, terms: list[tuple[Array, int]]) -> None:
-    held = [(target, 1)] if spec.accumulate else []
-    _combine(spec, *held, *terms, out=target)
+        gx = [part for x in views for part in _members(x[..., : spec.rotary_dim], spec.pairing)]
+        shape = ((spec.batch,) if own else ()) + (spec.seq, spec.rotary_dim)
+        full = {name: _cupy().empty(shape, numpy_dtype(spec.compute)) for name in sums}
+        members = [part for x in full.values() for part in _members(x, spec.pairing)]
+        table_sums(spec.compute)(*gx, *members, axis=1 if own else (0, 1))
+        for name, x in full.items():
+            sums[name].append(x)
+    for name in names:
+        out = results[f"grad_{name}"]
+        target = out if own else out.reshape(spec.seq, spec.columns)
+        parts = [_members(x, spec.pairing) if spec.table == "half" else (x,) for x in sums[name]]
+        held = [(target, 1)] if spec.accumulate else []
+        _combine(spec, *held, *((x, 1) for part in parts for x in part), out=target)
 
 
 def _combine(spec: RopeSpec, *terms: tuple[Array, int], out: Array) -> None:
@@ -352,38 +372,7 @@ def _packed_gradients(spec: QkvSpec, inputs: Inputs) -> dict[str, Array]:
 
 
 def _gemm(a: Array, b: Array) -> Array:
-    """A·B of two matrices, by cuBLAS in pedantic IEEE arithmetic: no environment variable makes it TF32.
-
-    cupy.matmul follows CUPY_TF32; cuBLAS's other modes follow NVIDIA_TF32_OVERRIDE and emulation switches.
-    """
-    from cupy.cuda import cublas, device, runtime
-
-    m, k = a.shape
-    n = b.shape[1]
-    c = _cupy().zeros((m, n), a.dtype)
-    if not (m and n and k):
-        return c
-    double = a.dtype.itemsize == 8
-    scalar = ctypes.c_double if double else ctypes.c_float
-    kind = runtime.CUDA_R_64F if double else runtime.CUDA_R_32F
-    one, nothing = scalar(1), scalar(0)
-    (b, transpose_b, ldb), (a, transpose_a, lda) = _operand(b), _operand(a)
-    cublas.gemmEx(  # column-major: Cᵀ = Bᵀ·Aᵀ
-        device.get_cublas_handle(), transpose_b, transpose_a, n, m, k,
-        ctypes.addressof(one), b.data.ptr, kind, ldb, a.data.ptr, kind, lda,
-        ctypes.addressof(nothing), c.data.ptr, kind, n, _PEDANTIC_64F if double else _PEDANTIC_32F, -1,
-    )  # fmt: skip
+    """A·B of two matrices in IEEE arithmetic. (cupy.matmul follows CUPY_TF32, and cannot be captured.)"""
+    c = _cupy().empty((a.shape[0], b.shape[1]), a.dtype)
+    multiply(a, b, c, PEDANTIC_64F if a.dtype.itemsize == 8 else PEDANTIC_32F)
     return c
-
-
-_PEDANTIC_32F, _PEDANTIC_64F = 69, 71  # CUBLAS_COMPUTE_32F_PEDANTIC, CUBLAS_COMPUTE_64F_PEDANTIC
-
-
-def _operand(x: Array) -> tuple[Array, int, int]:
-    """A matrix that BLAS can read, whether it is transposed to row-major, and its leading dimension."""
-    (rows, columns), (down, across) = x.shape, (step // x.itemsize for step in x.strides)
-    if across == 1 and down >= columns:
-        return x, 0, down
-    if down == 1 and across >= rows:
-        return x, 1, across
-    return _cupy().ascontiguousarray(x), 0, columns

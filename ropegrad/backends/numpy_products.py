@@ -3,72 +3,94 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.blas import one_thread
 from ropegrad.backends.numpy_tile import NumpyArray, cast, store
+from ropegrad.backends.threads import share
 from ropegrad.spec import QkvSpec
 
 Blocks = dict[str, NumpyArray]  # dQ, dK, dV as 'q', 'k', 'v': column blocks of the matrix 'packed'
 
+PARALLEL = 1 << 24  # multiplications below which starting threads costs more than it saves
+ROWS, COLUMNS = 512, 1024  # at most, of a block: smaller ones cost 5 % of BLAS's rate, larger ones cores
 
-def products(spec: QkvSpec, inputs: Inputs, blocks: Blocks, out: Outputs) -> Outputs:
-    """Two products, dX = [dQ dK dV]·[Wq; Wk; Wv] and [dWq; dWk; dWv] = [dQ dK dV]ᵀ·X, and sums for biases.
 
-    Each lands in `out` where that is given, rounded once; weights' gradients are then made one by one.
+class Product(NamedTuple):
+    """C = A·B, of matrices; C is to be written."""
+
+    a: NumpyArray
+    b: NumpyArray
+    c: NumpyArray
+
+    def blocks(self) -> Iterator[Product]:
+        """The product in parts that depend on its shape alone, whoever multiplies them."""
+        for rows in _cut(self.c.shape[0], ROWS):
+            for columns in _cut(self.c.shape[1], COLUMNS):
+                yield Product(self.a[rows], self.b[:, columns], self.c[rows, columns])
+
+    def multiply(self) -> None:
+        """By BLAS, straight into C."""
+        np.matmul(self.a, self.b, out=self.c)
+
+
+def _cut(length: int, most: int) -> Iterator[slice]:
+    """Equal parts, as few as may be."""
+    parts = -(-length // most)
+    for i in range(parts):
+        yield slice(length * i // parts, length * (i + 1) // parts)
+
+
+def multiply(products: list[Product], threads: int) -> None:
+    """All the products, block by block on so many threads, each block by BLAS on one."""
+    blocks = [block for product in products for block in product.blocks()]
+    work = sum(product.c.size * product.a.shape[1] for product in products)
+    with one_thread():  # from the first block to the last; its workers may come and go
+        share([partial(_block, block) for block in blocks], threads if work >= PARALLEL else 1, lambda: None)
+
+
+def _block(product: Product, _: None) -> None:
+    with one_thread():  # where the number is a thread's own
+        product.multiply()
+
+
+def gradients(spec: QkvSpec, inputs: Inputs, blocks: Blocks, out: Outputs) -> dict[str, Product]:
+    """dX = [dQ dK dV]·[Wq; Wk; Wv] and dW = dYᵀ·X for each weight, by the gradients' names.
+
+    C is the output itself where BLAS can write there; `settle` brings the others home.
     """
     compute = numpy_dtype(spec.rope.compute)
-    results = {}
+    wanted = {}
     if "hidden_states" in spec.needs:
         weights = np.concatenate([cast(inputs[f"{part}_weight"], compute) for part in "qkv"])
-        target = out.get("grad_hidden_states")
-        results["grad_hidden_states"] = _product(spec, blocks["packed"], weights, target, spec.hidden_shape)
+        wanted["grad_hidden_states"] = blocks["packed"], weights
     parts = [part for part in "qkv" if f"{part}_weight" in spec.needs]
     if parts:
         hidden = matrix(inputs["hidden_states"], compute)
-        results |= _weights(spec, blocks, parts, hidden, out)
-    for part in "qkv":
-        name = f"grad_{part}_bias"
-        if name[5:] in spec.needs:
-            results[name] = _settle(spec, blocks[part].sum(axis=0), out.get(name))
-    return results
+        wanted |= {f"grad_{part}_weight": (blocks[part].T, hidden) for part in parts}
+    return {name: Product(a, b, _room(spec, a, b, out.get(name))) for name, (a, b) in wanted.items()}
 
 
-def _weights(spec: QkvSpec, blocks: Blocks, parts: list[str], hidden: NumpyArray, out: Outputs) -> Outputs:
-    if out or len(parts) == 1:
-        return {
-            name: _product(spec, blocks[part].T, hidden, out.get(name), spec.output(f"{part}_weight")[0])
-            for part in parts
-            for name in [f"grad_{part}_weight"]
-        }
-    whole = [part for part in blocks if part != "packed"] == parts
-    packed = blocks["packed"] if whole else np.concatenate([blocks[part] for part in parts], axis=1)
-    product = cast(packed.T @ hidden, numpy_dtype(spec.rope.dtype))
-    results, start = {}, 0
-    for part in parts:
-        results[f"grad_{part}_weight"] = product[start : start + spec.rows(part)]
-        start += spec.rows(part)
-    return results
-
-
-def _product(
-    spec: QkvSpec, a: NumpyArray, b: NumpyArray, out: NumpyArray | None, shape: tuple[int, ...]
-) -> NumpyArray:
-    """A·B in `shape`; straight into `out` where BLAS can write there."""
+def _room(spec: QkvSpec, a: NumpyArray, b: NumpyArray, out: NumpyArray | None) -> NumpyArray:
+    shape = (a.shape[0], b.shape[1])
     if out is not None and out.dtype == a.dtype and out.flags.c_contiguous and not spec.accumulate:
-        np.matmul(a, b, out=out.reshape(a.shape[0], b.shape[1]))
-        return out
-    return _settle(spec, (a @ b).reshape(shape), out)
+        return out.reshape(shape)
+    return np.empty(shape, a.dtype)
 
 
-def _settle(spec: QkvSpec, value: NumpyArray, out: NumpyArray | None) -> NumpyArray:
-    """Round once to the output's dtype, into `out` where given."""
+def settle(spec: QkvSpec, name: str, value: NumpyArray, out: NumpyArray | None) -> NumpyArray:
+    """A gradient in its own shape, rounded once to its dtype, in `out` where given."""
+    value = value.reshape(spec.output(name.removeprefix("grad_"))[0])
     if out is None:
         return cast(value, numpy_dtype(spec.rope.dtype))
-    store(value, out, accumulate=spec.accumulate)
+    if not np.may_share_memory(value, out):
+        store(value, out, accumulate=spec.accumulate)
     return out
 
 

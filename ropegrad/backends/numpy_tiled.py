@@ -1,20 +1,20 @@
 """NumPy, a tile at a time: every pass over a tile finds it in cache, and several threads share the tiles.
 
-What happens to a tile is in `numpy_tile`; here are the schedule, the threads and the matrix products.
+What happens to a tile is in `numpy_tile`, what is multiplied in `numpy_products`; here are the threads.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
+from ropegrad.backends import numpy_projection as projection
 from ropegrad.backends.base import Inputs, Outputs, quiet
-from ropegrad.backends.numpy_products import copies, matrix, products
+from ropegrad.backends.numpy_products import copies
 from ropegrad.backends.numpy_tile import (
     NumpyArray,
     RopeBackward,
@@ -25,24 +25,24 @@ from ropegrad.backends.numpy_tile import (
     small_rope_backward,
     swap,
 )
+from ropegrad.backends.threads import share
 from ropegrad.maths import layout as axes
 from ropegrad.spec import QkvSpec, RopeSpec
-from ropegrad.tiles import Task, Tile, cores, tasks
+from ropegrad.tiles import Task, Tile, channels, cores, tasks
 
 SMALL = 1 << 12  # channels up to which the number of NumPy calls is what costs
 _STACKED = {"grad_q_embed", "grad_k_embed", "q", "k"}
 PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
 
-
-Run = Callable[[Task, Scratch], None]
+Job = Callable[[Scratch], None]
 
 
 @dataclass(frozen=True)
 class NumpyTiled:
     """Tiled NumPy on `threads` threads (default: one a core that this process may use).
 
-    `cells` is the number of (batch, token) pairs of a tile; neither number changes a single bit of a result.
-    BLAS has threads of its own, and their number may change bits of qkv's products.
+    `cells` is the number of (batch, token) pairs of a tile; neither number changes a single bit of a result,
+    nor does the number of BLAS's threads: products are cut into blocks, and BLAS multiplies each on one.
     """
 
     threads: int | None = None
@@ -70,7 +70,7 @@ class NumpyTiled:
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of RoPE; see `ropegrad.rope_backward`."""
         results = out if out is not None else _allocate(spec)
-        if spec.batch and _channels(spec) <= SMALL and inputs.keys() >= _STACKED:
+        if spec.batch and channels(spec) <= SMALL and inputs.keys() >= _STACKED:
             small_rope_backward(spec, inputs, results)
             return results
         kernel = RopeBackward(spec, inputs, results)
@@ -78,99 +78,48 @@ class NumpyTiled:
         if not schedule and not spec.accumulate:
             for array in results.values():
                 array[...] = 0
-        self._run(spec, schedule, kernel.run)
+        self._run(spec, [partial(kernel.run, task) for task in schedule])
         return results
 
-    @quiet
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of the projections and RoPE; see `ropegrad.qkv_rope_backward`."""
-        return products(spec, inputs, self._packed_gradients(spec, inputs), out or {})
+        return projection.backward(
+            spec, inputs, out or {}, self._rotation(spec.rope, inputs, forward=False), self.threads or cores()
+        )
 
     @quiet
     def rope(self, spec: RopeSpec, inputs: Inputs) -> Outputs:
         """RoPE of q and k; see `ropegrad.rope`."""
+        rotate = self._rotation(spec, inputs, forward=True)
         results = {}
         for side in spec.needs:
             results[f"{side}_embed"] = np.empty(spec.output(side)[0], numpy_dtype(spec.dtype))
-            self._rotate_all(spec, inputs, inputs[side], results[f"{side}_embed"], forward=True)
+            rotate(inputs[side], results[f"{side}_embed"])
         return results
 
-    @quiet
     def qkv_rope(self, spec: QkvSpec, inputs: Inputs) -> Outputs:
         """Projections and RoPE; see `ropegrad.qkv_rope`."""
-        geometry, compute = spec.rope, numpy_dtype(spec.rope.compute)
-        hidden = matrix(inputs["hidden_states"], compute)
-        results = {}
-        for part, name in (("q", "query"), ("k", "key"), ("v", "value")):
-            product = hidden @ matrix(inputs[f"{part}_weight"], compute).T
-            if f"{part}_bias" in inputs:
-                product += inputs[f"{part}_bias"].astype(compute)
-            heads = (geometry.heads if part == "q" else geometry.kv_heads) or 0
-            shape = (geometry.batch, heads, geometry.seq, geometry.head_dim)
-            projected = axes.from_rows(np, product, shape, geometry.layout)
-            results[name] = np.empty(geometry.head_shape(heads), numpy_dtype(geometry.dtype))
-            if part == "v":
-                np.copyto(results[name], projected, casting="same_kind")
-            else:
-                self._rotate_all(geometry, inputs, projected, results[name], forward=True)
-        return results
+        rotate = self._rotation(spec.rope, inputs, forward=True)
+        return projection.forward(spec, inputs, rotate, self.threads or cores())
 
-    def _packed_gradients(self, spec: QkvSpec, inputs: Inputs) -> dict[str, NumpyArray]:
-        """dQ, dK, dV as column blocks of one matrix [tokens, ·], each also under its own name.
-
-        On one thread: BLAS's own spin for a while after a product, and a second thread would wait for them.
-        """
-        geometry, compute = spec.rope, numpy_dtype(spec.rope.compute)
-        parts = [p for p in "qkv" if {"hidden_states", f"{p}_weight", f"{p}_bias"} & set(spec.needs)]
-        packed = np.empty((spec.tokens, sum(map(spec.rows, parts))), compute)
-        blocks, start = {"packed": packed}, 0
-        for part in parts:
-            block = packed[:, start : start + spec.rows(part)]
-            start += spec.rows(part)
-            heads = (geometry.heads if part == "q" else geometry.kv_heads) or 0
-            shape = (geometry.batch, heads, geometry.seq, geometry.head_dim)
-            view = axes.from_rows(np, block, shape, geometry.layout)
-            grad = inputs[{"q": "grad_query", "k": "grad_key", "v": "grad_value"}[part]]
-            if part == "v":
-                np.copyto(view, grad)
-            else:
-                self._rotate_all(geometry, inputs, grad, view, forward=False, alone=True)
-            blocks[part] = block
-        return blocks
-
-    def _rotate_all(
-        self,
-        spec: RopeSpec,
-        inputs: Inputs,
-        x: NumpyArray,
-        y: NumpyArray,
-        *,
-        forward: bool,
-        alone: bool = False,
-    ) -> None:
-        """Rotate x into y, forward or back, both in the caller's layout; `alone`: on one thread."""
-        source, target = (axes.to_bhsd(np, array, spec.layout) for array in (x, y))
+    def _rotation(self, spec: RopeSpec, inputs: Inputs, *, forward: bool) -> projection.Rotate:
+        """What rotates x into y, forward or back, both in the caller's layout."""
         tables = Tables(spec, inputs, forward=forward)
 
-        def run(task: Task, scratch: Scratch) -> None:
+        def run(source: NumpyArray, target: NumpyArray, task: Task, scratch: Scratch) -> None:
             for tile in task:
                 part, into = (array[tile.batch, :, tile.tokens] for array in (source, target))
                 g = rows(part[..., : spec.rotary_dim], "g", scratch)
                 rotate(g, swap(g, spec.pairing, scratch), *tables.of(tile), into, part, scratch)
 
-        if alone:
-            _share(spec, deque(tasks(spec, self.cells)), run)
-        else:
-            self._run(spec, self._schedule(spec), run)
+        def rotate_all(x: NumpyArray, y: NumpyArray) -> None:
+            source, target = (axes.to_bhsd(np, array, spec.layout) for array in (x, y))
+            self._run(spec, [partial(run, source, target, task) for task in self._schedule(spec)])
 
-    def _run(self, spec: RopeSpec, schedule: list[Task], run: Run) -> None:
-        workers = self._workers(spec, schedule)
-        if workers <= 1:
-            _share(spec, deque(schedule), run)
-            return
-        waiting = deque(schedule)
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(lambda _: _share(spec, waiting, run), range(workers)))
+        return rotate_all
+
+    def _run(self, spec: RopeSpec, jobs: list[Job]) -> None:
+        share(jobs, self._limit(spec), lambda: Scratch(numpy_dtype(spec.compute)))
 
     def _schedule(self, spec: RopeSpec) -> list[Task]:
         return tasks(spec, self.cells, self._limit(spec))
@@ -179,23 +128,7 @@ class NumpyTiled:
         return max(min(self._limit(spec), len(schedule)), 1)
 
     def _limit(self, spec: RopeSpec) -> int:
-        return self.threads or (1 if _channels(spec) < PARALLEL else cores())
-
-
-def _channels(spec: RopeSpec) -> int:
-    return spec.batch * spec.seq * ((spec.heads or 0) + (spec.kv_heads or 0)) * spec.head_dim
-
-
-@quiet  # a new thread starts with NumPy's own settings
-def _share(spec: RopeSpec, waiting: deque[Task], run: Run) -> None:
-    """One worker's tasks: the next that waits, until none does."""
-    scratch = Scratch(numpy_dtype(spec.compute))
-    while True:
-        try:
-            task = waiting.popleft()
-        except IndexError:
-            return
-        run(task, scratch)
+        return self.threads or (1 if channels(spec) < PARALLEL else cores())
 
 
 def _allocate(spec: RopeSpec | QkvSpec) -> Outputs:

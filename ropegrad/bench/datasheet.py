@@ -12,27 +12,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Datasheet:
-    """One device. bandwidth in bytes/s; rates in FLOP/s, dense; l2 in bytes; source: the documents."""
+    """One device. bandwidth in bytes/s; rates in FLOP/s, dense; l2 in bytes, None if no document says."""
 
     name: str
     bandwidth: float
     fp32: float
     tf32: float
     fp16: float
-    l2: int
+    l2: int | None
     source: str
 
     def rate(self, precision: str) -> float:
-        """FLOP/s of matrix products: fp32 without tensor cores, tf32, or fp16 with float32 sums."""
-        return {"fp32": self.fp32, "tf32": self.tf32, "fp16": self.fp16}[precision]
+        """FLOP/s of matrix products: fp32 without tensor cores, tf32, or fp16 with float32 sums.
+
+        A promise about accuracy may be kept by any instruction: nothing is faster than fp16.
+        """
+        return {"fp32": self.fp32, "tf32": self.tf32}.get(precision, self.fp16)
 
 
 _T, _MB = 1e12, 1 << 20
 
 DATASHEETS = (
     Datasheet(
-        "NVIDIA B200", 8.0 * _T, 80 * _T, 1100 * _T, 2250 * _T, 126 * _MB,
-        "NVIDIA Blackwell Architecture Technical Brief, HGX B200 column; L2: CUDA device query",
+        "NVIDIA B200", 8.0 * _T, 80 * _T, 1100 * _T, 2250 * _T, None,
+        "NVIDIA Blackwell Architecture Technical Brief, HGX B200 column",
     ),
     Datasheet(
         "NVIDIA H200", 4.8 * _T, 67 * _T, 494.5 * _T, 989.5 * _T, 60 * _MB,
@@ -50,9 +53,9 @@ DATASHEETS = (
         "L2: NVIDIA A100 Tensor Core GPU Architecture whitepaper",
     ),
     Datasheet(
-        "NVIDIA L40S", 0.864 * _T, 91.6 * _T, 183 * _T, 362.05 * _T, 96 * _MB,
+        "NVIDIA L40S", 0.864 * _T, 91.6 * _T, 183 * _T, 362.05 * _T, None,
         "NVIDIA L40S datasheet, https://www.nvidia.com/en-us/data-center/l40s/ (366 and 733 TFLOPS with "
-        "sparsity); L2: NVIDIA Ada GPU Architecture whitepaper, AD102",
+        "sparsity)",
     ),
 )  # fmt: skip
 

@@ -7,17 +7,14 @@ again beside the copy, so the figure is not the luckiest of 24.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from ropegrad import records
-from ropegrad.bench import device as devices
 from ropegrad.bench.products import PRECISIONS, SHAPES, Product
+from ropegrad.bench.run import Run
 from ropegrad.bench.streams import CONFIGS, Config, arrays, copy_calls, elements, stream_calls
-from ropegrad.bench.timing import Timing, floors_us, invalid, measure, sets_needed
+from ropegrad.bench.timing import Call, Timing, measure, sets_needed
 from ropegrad.cost import rope_cost
 from ropegrad.records import Record
 from ropegrad.suites import rope_suite
@@ -25,7 +22,6 @@ from ropegrad.suites import rope_suite
 MIB = 1 << 20
 COPIES = (4 * MIB, 8 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)  # bytes copied; twice as many move
 FINALISTS = 3
-DECIDES = ("activity", "datasheet", "limits", "products", "streams", "timing")  # a figure depends on these
 
 Progress = Callable[[str], None]
 
@@ -39,59 +35,18 @@ class Samples:
     product: int = 10
 
 
-@dataclass(frozen=True)
-class Run:
-    """What all records of one run share."""
-
-    device: devices.Device
-    versions: dict[str, str]
-    commit: str
-    digest: str
-
-    def record(
-        self, op: str, case: str, timing: Timing, error: Mapping[str, float | None], **facts: Any
-    ) -> Record:
-        """A record; without a time if the check failed."""
-        floors = self.floors(facts)
-        right = all(ratio is not None and ratio <= 1 for ratio in error.values()) and bool(error)
-        times: dict[str, Any] = {}
-        if right:
-            rounded = [round(sample, 4) for sample in timing.samples_us]
-            median, spread = records.median_and_spread(rounded)
-            times = {"samples_us": rounded, "median_us": median, "spread_us": spread}
-            times["invalid"] = invalid(median, floors) if floors else None
-        return Record(
-            op=op, case=case, backend="cublas" if op == "gemm" else "cuda", protocol=timing.protocol,
-            device=self.device.name, driver=self.device.driver, clocks=self.device.clocks(),
-            versions=self.versions, commit=self.commit, digest=self.digest, command=records.command(),
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(), note=timing.note,
-            floor_us=max(floors.values()) if floors else None, error_over_bound=dict(error), **times, **facts,
-        )  # fmt: skip
-
-    def floors(self, facts: Mapping[str, Any]) -> dict[str, float]:
-        """Empty for a device without a datasheet: then no time can be called invalid."""
-        sheet = self.device.datasheet
-        if sheet is None:
-            return {}
-        return floors_us(
-            sheet, self.device.l2, read=facts["bytes_read"], written=facts["bytes_written"],
-            flops=facts["flops"], precision=facts.get("precision") or "fp32",
-        )  # fmt: skip
-
-
-def start(commit: str | None = None) -> Run:
-    """Facts about here and now. commit: where git cannot tell."""
-    here = Path(__file__).parent
-    digest = records.digest(here / f"{name}.py" for name in DECIDES)
-    return Run(devices.current(), devices.versions(), commit or records.commit(), digest)
-
-
 def measure_limits(run: Run, progress: Progress, samples: Samples | None = None) -> Iterator[Record]:
     """Copy and stream for each case of the rope suite, plain copies, matrix products."""
     samples = samples or Samples()
     for name, spec in rope_suite().items():
         progress(f"rope {name}")
         yield from case_limits(run, name, rope_cost(spec).moved, samples)
+    yield from plain_limits(run, progress, samples)
+
+
+def plain_limits(run: Run, progress: Progress, samples: Samples | None = None) -> Iterator[Record]:
+    """Plain copies and matrix products."""
+    samples = samples or Samples()
     for nbytes in COPIES:
         progress(f"copy {nbytes // MIB} MiB")
         yield copy_limit(run, nbytes, samples)
@@ -104,26 +59,39 @@ def measure_limits(run: Run, progress: Progress, samples: Samples | None = None)
 
 def case_limits(run: Run, name: str, moved: int, samples: Samples) -> Iterator[Record]:
     """The copy's record and the tuned stream's, at these bytes."""
-    n, half, here = elements(moved), -(-moved // 2), run.device
-    sets = arrays(sets_needed(48 * n, here.l2), [4 * n] * 3)
-    wide = arrays(sets_needed(2 * half, here.l2), [-(-half // 4)] * 2)
-    contenders = {config.name: stream_calls(config, sets, here.multiprocessors) for config in CONFIGS}
-    tuning = measure(contenders, "span", l2=here.l2, samples=samples.tuning)
-    ranked = sorted(CONFIGS, key=lambda config: tuning[config.name].median_us)[:FINALISTS]
-    final = measure(
-        {"copy": copy_calls(wide, half), **{config.name: contenders[config.name] for config in ranked}},
-        "span", l2=here.l2, samples=samples.final,
-    )  # fmt: skip
-    best = min(ranked, key=lambda config: final[config.name].median_us)
-    options = asdict(best) | {"tuning_us": {other.name: tuning[other.name].median_us for other in CONFIGS}}
-    yield run.record(
-        "copy", name, final["copy"], {"copy": _copied(wide, half)}, spec={"suite": "rope"},
-        kernel="cudaMemcpyAsync", bytes_read=half, bytes_written=half, flops=0,
-    )  # fmt: skip
-    yield run.record(
-        "stream", name, final[best.name], {"sum": _added(sets, best, here)}, spec={"suite": "rope"},
-        options=options, kernel=f"stream {best.name}", bytes_read=32 * n, bytes_written=16 * n, flops=0,
-    )  # fmt: skip
+    tuned = Tuned(run, moved, samples)
+    timings = measure(tuned.contenders, "span", l2=run.device.l2, samples=samples.final)
+    yield from tuned.records(name, timings)
+
+
+class Tuned:
+    """Copy, and the stream kernel in its best configurations, at some number of bytes; to be timed."""
+
+    def __init__(self, run: Run, moved: int, samples: Samples) -> None:
+        self.run, self.n, self.half = run, elements(moved), -(-moved // 2)
+        l2, self._processors = run.device.l2, run.device.multiprocessors
+        self._sets = arrays(sets_needed(48 * self.n, l2), [4 * self.n] * 3)
+        self._wide = arrays(sets_needed(2 * self.half, l2), [-(-self.half // 4)] * 2)
+        every = {config.name: stream_calls(config, self._sets, self._processors) for config in CONFIGS}
+        tuning = measure(every, "span", l2=l2, samples=samples.tuning)
+        self.tuning_us = {config.name: tuning[config.name].median_us for config in CONFIGS}
+        self.finalists = sorted(CONFIGS, key=lambda config: self.tuning_us[config.name])[:FINALISTS]
+        self.contenders: dict[str, list[Call]] = {"copy": copy_calls(self._wide, self.half)}
+        self.contenders |= {config.name: every[config.name] for config in self.finalists}
+
+    def records(self, case: str, timings: Mapping[str, Timing]) -> Iterator[Record]:
+        """The copy's, and that of the finalist that was fastest."""
+        best = min(self.finalists, key=lambda config: timings[config.name].median_us)
+        options = asdict(best) | {"tuning_us": self.tuning_us}
+        yield self.run.record(
+            "copy", case, timings["copy"], {"copy": _copied(self._wide, self.half)}, spec={"suite": "rope"},
+            backend="cuda", kernel="cudaMemcpyAsync", bytes_read=self.half, bytes_written=self.half, flops=0,
+        )  # fmt: skip
+        yield self.run.record(
+            "stream", case, timings[best.name], {"sum": _added(self._sets, best, self._processors)},
+            spec={"suite": "rope"}, options=options, backend="cuda", kernel=f"stream {best.name}",
+            bytes_read=32 * self.n, bytes_written=16 * self.n, flops=0,
+        )  # fmt: skip
 
 
 def copy_limit(run: Run, nbytes: int, samples: Samples) -> Record:
@@ -132,7 +100,7 @@ def copy_limit(run: Run, nbytes: int, samples: Samples) -> Record:
     timing = measure({"copy": copy_calls(sets, nbytes)}, "span", l2=run.device.l2, samples=samples.final)
     return run.record(
         "copy", f"{nbytes // MIB} MiB", timing["copy"], {"copy": _copied(sets, nbytes)}, spec={},
-        kernel="cudaMemcpyAsync", bytes_read=nbytes, bytes_written=nbytes, flops=0,
+        backend="cuda", kernel="cudaMemcpyAsync", bytes_read=nbytes, bytes_written=nbytes, flops=0,
     )  # fmt: skip
 
 
@@ -144,7 +112,7 @@ def product_limit(run: Run, product: Product, samples: Samples) -> Record:
     return run.record(
         "gemm", f"{product.m}x{product.k}x{product.n}", timing["gemm"], {"product": ratio},
         effective_bits={"product": bits}, spec={"m": product.m, "k": product.k, "n": product.n},
-        kernel="cublasGemmEx", precision=product.precision,
+        backend="cublas", kernel="cublasGemmEx", precision=product.precision,
         bytes_read=product.read, bytes_written=product.written, flops=product.flops,
     )  # fmt: skip
 
@@ -155,11 +123,11 @@ def _copied(sets: Sequence[Sequence[Any]], nbytes: int) -> float:
     return 0.0 if same else float("inf")
 
 
-def _added(sets: Sequence[Sequence[Any]], config: Config, here: devices.Device) -> float:
+def _added(sets: Sequence[Sequence[Any]], config: Config, multiprocessors: int) -> float:
     """0 if this configuration writes a + b everywhere, bit for bit, else infinite; c is poisoned first."""
     for group in sets:
         group[2].fill(float("nan"))
-    for call in stream_calls(config, sets, here.multiprocessors):
+    for call in stream_calls(config, sets, multiprocessors):
         call()
     return 0.0 if all(bool((c == a + b).all()) for a, b, c in sets) else float("inf")
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ropegrad.backends.cublas import F32, PEDANTIC_32F, TF32_32F, multiply
 from ropegrad.bench.timing import Call
 
-# cublasComputeType_t; operands' dtype; unit roundoff of an operand (TF32 may truncate to 10 bits) and of a
+# cuBLAS's mode; operands' dtype; unit roundoff of an operand (TF32 may truncate to 10 bits) and of a
 # sum (tensor cores truncate: Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores")
 PRECISIONS = {
-    "fp32": (69, "float32", 0.0, 2.0**-24),  # CUBLAS_COMPUTE_32F_PEDANTIC
-    "tf32": (77, "float32", 2.0**-10, 2.0**-22),  # CUBLAS_COMPUTE_32F_FAST_TF32
-    "fp16": (68, "float16", 0.0, 2.0**-22),  # CUBLAS_COMPUTE_32F; float32 sums and result
+    "fp32": (PEDANTIC_32F, "float32", 0.0, 2.0**-24),
+    "tf32": (TF32_32F, "float32", 2.0**-10, 2.0**-22),
+    "fp16": (F32, "float16", 0.0, 2.0**-22),  # float32 sums and result
 }
 SHAPES = (
     (8192, 3072, 1536),
@@ -66,7 +66,8 @@ class Product:
 
     def calls(self, sets: Sequence[Sequence[Any]]) -> list[Call]:
         """The product on each set."""
-        return [partial(_gemm, self, *group) for group in sets]
+        mode = PRECISIONS[self.precision][0]
+        return [partial(multiply, a, b, c, mode) for a, b, c in sets]
 
     def check(self, a: Any, b: Any, c: Any) -> tuple[float, float]:
         """Worst error/bound and effective bits over some rows, against float64.
@@ -83,18 +84,3 @@ class Product:
         ratio = float(cupy.where(cupy.isnan(error), cupy.inf, error / bound).max())
         noise = float(cupy.sqrt(cupy.mean(error**2 / ((rows**2) @ (b**2)))))
         return ratio, -math.log2(noise) if noise > 0 else math.inf
-
-
-def _gemm(product: Product, a: Any, b: Any, c: Any) -> None:
-    """Column-major cuBLAS sees Cᵀ = Bᵀ·Aᵀ."""
-    from cupy.cuda import cublas, device, runtime
-
-    compute, dtype, _, _ = PRECISIONS[product.precision]
-    kind = runtime.CUDA_R_16F if dtype == "float16" else runtime.CUDA_R_32F
-    one, nothing = ctypes.c_float(1), ctypes.c_float(0)
-    m, k, n = product.m, product.k, product.n
-    cublas.gemmEx(
-        device.get_cublas_handle(), 0, 0, n, m, k,
-        ctypes.addressof(one), b.data.ptr, kind, n, a.data.ptr, kind, k,
-        ctypes.addressof(nothing), c.data.ptr, runtime.CUDA_R_32F, n, compute, -1,
-    )  # fmt: skip

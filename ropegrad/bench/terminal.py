@@ -10,7 +10,8 @@ from rich.table import Table
 from ropegrad import records
 from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.bench.datasheet import DATASHEETS
-from ropegrad.bench.limits import ceilings, measure_limits, start
+from ropegrad.bench.limits import ceilings, measure_limits
+from ropegrad.bench.run import start
 from ropegrad.records import Record
 
 
@@ -38,7 +39,8 @@ def show(console: Console, *, json_file: Path | None, commit: str | None) -> int
     return 0
 
 
-def _table(*headings: str, left: int = 1) -> Table:
+def columns(*headings: str, left: int = 1) -> Table:
+    """A table of these columns, the first `left` ones aligned left."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
@@ -47,10 +49,14 @@ def _table(*headings: str, left: int = 1) -> Table:
 
 def _show_datasheets(console: Console) -> None:
     console.print("datasheets: memory TB/s, dense TFLOP/s, L2 in MiB")
-    table = _table("device", "TB/s", "fp32", "tf32", "fp16", "L2")
+    table = columns("device", "TB/s", "fp32", "tf32", "fp16", "L2")
     for sheet in DATASHEETS:
         rates = (sheet.bandwidth, sheet.fp32, sheet.tf32, sheet.fp16)
-        table.add_row(sheet.name, *(f"{rate / 1e12:g}" for rate in rates), f"{sheet.l2 / 2**20:g}")
+        table.add_row(
+            sheet.name,
+            *(f"{rate / 1e12:g}" for rate in rates),
+            "-" if sheet.l2 is None else f"{sheet.l2 / 2**20:g}",
+        )
     console.print(table)
     for sheet in DATASHEETS:
         console.print(f"{sheet.name}: {sheet.source}", style="dim", highlight=False)
@@ -65,7 +71,7 @@ def _show_ceilings(console: Console, found: list[Record]) -> None:
     )
     if first.note:
         console.print(first.note, highlight=False)
-    table = _table("case", "MB", "copy", "stream", "best configuration", "TB/s")
+    table = columns("case", "MB", "copy", "stream", "best configuration", "TB/s")
     best = []
     for ceiling in ceilings(found):
         pair = (ceiling.copy, ceiling.stream)
@@ -83,7 +89,7 @@ def _show_ceilings(console: Console, found: list[Record]) -> None:
 
 
 def _show_plain(console: Console, found: list[Record]) -> None:
-    table = _table("op", "case", "precision", "µs", "TB/s", "TFLOP/s", left=3)
+    table = columns("op", "case", "precision", "µs", "TB/s", "TFLOP/s", left=3)
     for record in found:
         if (record.op == "copy" and "suite" not in record.spec) or record.op == "gemm":
             us = record.median_us

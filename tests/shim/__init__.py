@@ -22,6 +22,7 @@ asynchronous copies, mbarrier, wgmma, arithmetic on half and bfloat16 (convert t
 """
 
 from shim.arrays import apart, empty, reserve
-from shim.module import Fault, Kernel, RawModule, why_not
+from shim.build import why_not
+from shim.module import Fault, Kernel, RawModule
 
 __all__ = ["Fault", "Kernel", "RawModule", "apart", "empty", "reserve", "why_not"]

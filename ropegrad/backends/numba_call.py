@@ -1,0 +1,135 @@
+"""From arrays to one run of the compiled loop: sizes and flags, addresses and strides, threads.
+
+The threads are Python's own and end with the call. Numba's threading layers would not survive fork() (omp) or
+would end the process on concurrent calls (workqueue).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ropegrad.arrays import numpy_dtype
+from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.numpy_tile import NumpyArray
+from ropegrad.spec import RopeSpec
+from ropegrad.tiles import channels
+
+TILE = 1 << 17  # bytes of tables and sums that one tile keeps: a share of a core's second cache
+SHARES = 8  # pieces of work a thread, so that the faster one takes more
+PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
+
+Operands = tuple[NumpyArray | None, NumpyArray | None, NumpyArray | None]  # gradient, x, result of one side
+
+_KINDS = {numpy_dtype(name): kind for kind, name in enumerate(("float32", "float64", "bfloat16", "float16"))}
+_AXES = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
+_NOWHERE = (0, 0, 0, 0, 0, 0)  # rows that are neither read nor written
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run does, and who does it. `sums`: the tables' gradients that are wanted."""
+
+    spec: RopeSpec
+    rotates: bool
+    sums: tuple[str, ...]
+    forward: bool
+    accumulate: bool
+    tile: int
+    jobs: int
+    workers: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether several batches add to one row of a table's gradient: a job then has all of them."""
+        return bool(self.sums) and self.spec.table_batch != self.spec.batch
+
+
+def plan_backward(spec: RopeSpec, *, threads: int, tokens: int | None = None) -> Plan:
+    """The gradients that spec.needs names, on at most so many threads."""
+    sums = tuple(name for name in ("cos", "sin") if name in spec.needs)
+    rotates = "q" in spec.needs or "k" in spec.needs
+    return _plan(spec, threads, tokens, sums, rotates=rotates, forward=False, accumulate=spec.accumulate)
+
+
+def plan_rotation(spec: RopeSpec, *, forward: bool, threads: int, tokens: int | None = None) -> Plan:
+    """Rotate whatever is given, forward or back; no gradients of tables."""
+    return _plan(spec, threads, tokens, (), rotates=True, forward=forward, accumulate=False)
+
+
+def _plan(spec: RopeSpec, threads: int, tokens: int | None, sums: tuple[str, ...], **options: bool) -> Plan:
+    """Tiles that fit the cache, and are enough for every thread to have several."""
+    threads = 1 if channels(spec) < PARALLEL else threads
+    groups = 1 if sums and spec.table_batch != spec.batch else spec.batch
+    item = numpy_dtype(spec.compute).itemsize
+    fitting = tokens or TILE // max(4 * spec.rotary_dim * item, 1)
+    if threads > 1:
+        fitting = min(fitting, -(-groups * spec.seq // (threads * SHARES)))
+    tile = max(min(fitting, spec.seq), 1)
+    jobs = groups * -(-spec.seq // tile)
+    return Plan(spec, sums=sums, tile=tile, jobs=jobs, workers=max(min(threads, jobs), 1), **options)
+
+
+def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grads: Outputs) -> None:
+    """Run the compiled module `loop`; `inputs` has the tables, `grads` the tables' gradients."""
+    spec, zero = plan.spec, numpy_dtype(plan.spec.compute).type(0)
+    problem = loop.Problem(
+        compute=_KINDS[zero.dtype], item=zero.itemsize, batch=spec.batch, seq=spec.seq, dim=spec.head_dim,
+        pairs=spec.rotary_dim // 2, tile=plan.tile, interleaved=int(spec.pairing == "interleaved"),
+        half_table=int(spec.table == "half"), shared=int(plan.shared),
+        own_sine=int(plan.forward or spec.adjoint == "paired"), forward=int(plan.forward),
+        rotates=int(plan.rotates), cos=int("cos" in plan.sums), sin=int("sin" in plan.sums),
+        accumulate=int(plan.accumulate),
+    )  # fmt: skip
+    operands = [_side(loop, plan, *side) for side in (*sides, (None,) * 3)[:2]]
+    operands += [_table(loop, plan, inputs.get(name)) for name in ("cos", "sin")]
+    operands += [_table(loop, plan, grads.get(f"grad_{name}")) for name in ("cos", "sin")]
+    step = max(-(-plan.jobs // (plan.workers * SHARES if plan.workers > 1 else 1)), 1)
+    waiting = deque(range(0, plan.jobs, step))
+    size = zero.itemsize * (4 * spec.rotary_dim * plan.tile + 4 * spec.rotary_dim + 2 * spec.head_dim)
+
+    def share() -> None:
+        scratch = np.empty(size, np.uint8)
+        address = scratch.ctypes.data
+        while True:
+            try:
+                first = waiting.popleft()
+            except IndexError:
+                return
+            loop.run(problem, *operands, first, min(first + step, plan.jobs), address, zero)
+
+    if plan.workers == 1:
+        share()
+        return
+    with ThreadPoolExecutor(plan.workers - 1) as pool:
+        others = [pool.submit(share) for _ in range(plan.workers - 1)]
+        share()
+    for other in others:
+        other.result()
+
+
+def _side(loop: Any, plan: Plan, *arrays: NumpyArray | None) -> Any:
+    """q or k for the loop; without heads if there is nothing to do."""
+    grad = arrays[0]
+    wanted = arrays[2] is not None
+    rows = (_rows(loop, array, plan.spec.layout) for array in arrays)
+    heads = 0 if grad is None or not (wanted or plan.sums) else grad.shape[_AXES[plan.spec.layout][1]]
+    return loop.Side(heads, int(wanted), *rows)
+
+
+def _rows(loop: Any, array: NumpyArray | None, layout: str) -> Any:
+    if array is None:
+        return loop.Rows(*_NOWHERE)
+    steps = (array.strides[axis] for axis in _AXES[layout])
+    return loop.Rows(_KINDS[array.dtype], array.ctypes.data, *steps)
+
+
+def _table(loop: Any, plan: Plan, array: NumpyArray | None) -> Any:
+    if array is None:
+        return loop.Rows(*_NOWHERE)
+    batch = array.strides[0] if array.ndim == 3 and plan.spec.table_batch == plan.spec.batch else 0
+    return loop.Rows(_KINDS[array.dtype], array.ctypes.data, batch, 0, *array.strides[-2:])

@@ -1,0 +1,305 @@
+"""The compiled CPU backend: what it promises beyond being right, and how it is chosen."""
+
+import dataclasses
+import multiprocessing
+import subprocess
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import need
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ropegrad as rg
+from ropegrad import backends
+from ropegrad.backends import numba_call, numba_cpu
+from ropegrad.backends.numba_cpu import NumbaCpu
+from ropegrad.spec import RopeSpec
+from ropegrad.verify.draws import make_case
+from ropegrad.verify.runners import options, run_backend
+from ropegrad.verify.strategies import cases, rope_specs
+
+need("numba", "cpu")
+
+BIG = RopeSpec(batch=2, heads=8, kv_heads=4, seq=700, head_dim=64, rotary_dim=48, table_batch=None)
+WIDE = dataclasses.replace(BIG, table_batch=2, dtype="bfloat16", pairing="interleaved")
+
+
+def same_bits(a, b):
+    return all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def given_plan(case, **changes):
+    """The gradients by a plan with these changes, into poisoned arrays."""
+    out = {
+        f"grad_{n}": np.full(shape, np.nan, d) for n in case.spec.needs for shape, d in [case.spec.output(n)]
+    }
+    for name, prior in case.prior.items():
+        out[name][...] = prior
+    plan = dataclasses.replace(numba_call.plan_backward(case.spec, threads=1), **changes)
+    groups = 1 if plan.shared else case.spec.batch
+    plan = dataclasses.replace(plan, jobs=groups * -(-case.spec.seq // plan.tile))
+    inputs = case.inputs
+    sides = tuple((inputs[f"grad_{side}_embed"], inputs[side], out.get(f"grad_{side}")) for side in "qk")
+    numba_call.run(numba_cpu.compiled(), plan, sides, inputs, out)
+    return out
+
+
+# ---- the same bits, whatever the threads -------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(case=cases(rope_specs()), workers=st.integers(1, 4), tile=st.integers(1, 20))
+def test_tiles_and_threads_change_nothing(case, workers, tile):
+    assert same_bits(given_plan(case, workers=workers, tile=tile), given_plan(case, tile=1 << 20))
+
+
+@pytest.mark.parametrize("spec", [BIG, WIDE], ids=["shared tables", "bfloat16"])
+def test_a_large_problem_repeats_bit_for_bit_on_any_number_of_threads(spec):
+    case = make_case(spec, 1)
+    first = run_backend(case, "numba_cpu")
+    for threads in (1, 2, 3, 7):
+        inputs = {name: x for name, x in case.inputs.items() if x is not None}
+        assert same_bits(first, NumbaCpu(threads=threads).rope_backward(spec, inputs, None))
+
+
+def test_needs_and_out_change_no_bit():
+    arrays = list(make_case(BIG, 5).inputs.values())
+    full = rg.rope_backward(*arrays, backend="numba_cpu")
+    into = tuple(np.full_like(x, np.nan) for x in full)
+    rg.rope_backward(*arrays, out=into, backend="numba_cpu")
+    for name, whole, written in zip(BIG.needs, full, into, strict=True):
+        alone = getattr(rg.rope_backward(*arrays, needs=(name,), backend="numba_cpu"), f"grad_{name}")
+        assert alone.tobytes() == whole.tobytes()
+        assert written.tobytes() == whole.tobytes()
+
+
+def test_large_problems_run_on_every_core_and_small_ones_on_one():
+    plan = numba_call.plan_backward(BIG, threads=3)
+    assert (plan.workers, plan.jobs * plan.tile >= BIG.seq) == (3, True)
+    small = dataclasses.replace(BIG, seq=9)
+    assert numba_call.plan_backward(small, threads=3).workers == 1
+
+
+# ---- threads, processes ------------------------------------------------------------------------------------
+
+
+def test_concurrent_calls_do_not_disturb_each_other():
+    case = make_case(BIG, 2)
+    right, seen = run_backend(case, "numba_cpu"), []
+    callers = [threading.Thread(target=lambda: seen.append(run_backend(case, "numba_cpu"))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(seen) == 4
+    assert all(same_bits(right, other) for other in seen)
+
+
+def _again(case, right, queue):
+    queue.put(same_bits(right, run_backend(case, "numba_cpu")))
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork()")
+def test_a_forked_child_computes_after_its_parent_did():
+    """Thread pools do not survive fork(); ours end with the call."""
+    case = make_case(BIG, 3)
+    right = run_backend(case, "numba_cpu")
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_again, args=(case, right, queue))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert queue.get()
+
+
+def test_an_error_on_any_thread_reaches_the_caller(monkeypatch):
+    loop = numba_cpu.compiled()
+    main = threading.current_thread()
+
+    class Broken:
+        Rows, Side, Problem = loop.Rows, loop.Side, loop.Problem
+
+        @staticmethod
+        def run(*arguments):
+            if threading.current_thread() is not main:
+                raise MemoryError("planted")
+            started.wait(10)
+
+    started = threading.Event()
+    monkeypatch.setattr(numba_cpu, "compiled", lambda: Broken)
+    threading.Timer(0.2, started.set).start()
+    with pytest.raises(MemoryError, match="planted"):
+        NumbaCpu(threads=2).rope_backward(BIG, make_case(BIG, 1).inputs, None)
+
+
+# ---- numbers of 16 bits ------------------------------------------------------------------------------------
+
+
+def rounded(values, dtype):
+    """The values, finite and of a table's dtype, as the backend rounds them: dx = 1·c + 0·s."""
+    cos = values.reshape(-1, 2)
+    ones = np.ones((1, 1, len(cos), 2), dtype)
+    sin = np.zeros_like(cos)
+    both = [
+        rg.rope_backward(g, None, None, None, cos, sin, needs=("q",), backend="numba_cpu").grad_q
+        for g in (ones * np.array([1, 0], dtype), ones * np.array([0, 1], dtype))
+    ]
+    return np.stack([both[0][..., 0], both[1][..., 1]], -1).reshape(-1)
+
+
+def everything(dtype):
+    """All 65,536 numbers of a dtype of 16 bits."""
+    return np.arange(1 << 16, dtype=np.uint16).view(dtype)
+
+
+def exact(numbers):
+    """As float64, without a word about signalling NaNs."""
+    with np.errstate(all="ignore"):
+        return numbers.astype(np.float64)
+
+
+def finite(dtype):
+    """All finite numbers of a dtype of 16 bits, in order."""
+    numbers = exact(everything(dtype))
+    return np.sort(numbers[np.isfinite(numbers)])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_every_number_of_16_bits_is_read_and_written_as_it_is(dtype):
+    numbers = everything(dtype)
+    one, zero = np.ones((len(numbers), 2), np.float32), np.zeros((len(numbers), 2), np.float32)
+    g = np.stack([numbers, np.zeros_like(numbers)], -1)[None, None]
+    got = rg.rope_backward(g, None, None, None, one, zero, needs=("q",), backend="numba_cpu").grad_q
+    first = got[0, 0, :, 0]
+    assert np.array_equal(exact(first), exact(numbers), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+def test_rounding_to_16_bits_is_to_nearest_with_ties_to_even(dtype, wide):
+    """Every number, every midpoint, and the numbers just beside them."""
+    numbers = finite(dtype)
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    points = np.concatenate([numbers, middle]).astype(wide)
+    points = np.concatenate([points, np.nextafter(points, wide(np.inf)), np.nextafter(points, wide(-np.inf))])
+    points = points[np.isfinite(points)]
+    points = points[: len(points) // 2 * 2]
+    index = np.clip(np.searchsorted(numbers, points), 1, len(numbers) - 1)
+    below, above = numbers[index - 1], numbers[index]
+    down, up = points - below, above - points  # exact: neighbours are close
+    even = (below.astype(dtype).view(np.uint16) & 1) == 0
+    nearest = np.where((down < up) | ((down == up) & even), below, above)
+    got = rounded(points, dtype).astype(np.float64)
+    inside = np.abs(points) <= numbers[-1]
+    assert np.array_equal(got[inside], nearest[inside])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_numbers_past_the_largest_become_infinite_where_they_round_up(dtype):
+    before, largest = finite(dtype)[-2:]
+    limit = largest + (largest - before) / 2
+    points = np.array([limit, np.nextafter(limit, 0), 1e300, -limit])
+    assert rounded(points, dtype).astype(np.float64).tolist() == [np.inf, largest, np.inf, -np.inf]
+
+
+def test_channels_past_the_rotary_width_keep_the_bits_of_their_nans():
+    bits = np.full((1, 1, 2, 6), 0x7F81, np.uint16)  # a signalling NaN
+    g = bits.view(ml_dtypes.bfloat16)
+    table = np.ones((2, 2), np.float32)
+    got = rg.rope_backward(g, None, None, None, table, table, needs=("q",), backend="numba_cpu").grad_q
+    assert (got.view(np.uint16)[..., 2:] == 0x7F81).all()
+    assert np.isnan(exact(got)).all()
+
+
+# ---- how it is chosen --------------------------------------------------------------------------------------
+
+
+def test_large_problems_go_to_the_compiled_loop_and_small_ones_to_numpy():
+    large = rg.explain("rope_backward", *make_case(BIG, 1).inputs.values())
+    assert large.backend == "numba_cpu"
+    assert "one compiled loop over tiles of" in str(large)
+    assert large.why_not["numpy_tiled"] == "it can run this, but numba_cpu is preferred"
+    small = dataclasses.replace(BIG, seq=9)
+    said = rg.explain("rope_backward", *make_case(small, 1).inputs.values())
+    assert said.backend == "numpy_tiled"
+    assert "preferred for fewer than 65,536 channels, here 13,824: it has no" in said.why_not["numba_cpu"]
+    assert said.why_not["portable"] == "it can run this, but numpy_tiled is preferred"
+
+
+@pytest.mark.parametrize(
+    "reason", ["Numba is not installed (extra cpu)", "Numba cannot be imported: planted"]
+)
+def test_without_numba_numpy_runs_and_the_reason_is_shown(monkeypatch, reason):
+    monkeypatch.setattr(numba_cpu, "compiled", lambda: reason)
+    case = make_case(BIG, 1)
+    said = rg.explain("rope_backward", *case.inputs.values())
+    assert said.backend == "numpy_tiled"
+    assert said.why_not["numba_cpu"] == reason
+    with pytest.raises(rg.SpecError, match="backend='numba_cpu' cannot run this: Numba"):
+        rg.rope_backward(*case.inputs.values(), **options(BIG) | {"accumulate": False}, backend="numba_cpu")
+
+
+def test_a_numba_that_cannot_be_used_is_a_reason_not_an_error(monkeypatch):
+    numba_cpu.compiled.cache_clear()
+    try:
+        monkeypatch.setitem(sys.modules, "numba", None)
+        assert "Numba" in numba_cpu.compiled()
+        monkeypatch.undo()
+        numba_cpu.compiled.cache_clear()
+        monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+        assert numba_cpu.compiled() == "NUMBA_DISABLE_JIT is set"
+    finally:
+        monkeypatch.undo()
+        numba_cpu.compiled.cache_clear()
+
+
+def test_every_backend_has_its_place_in_either_order():
+    for seq in (1, 4096):
+        spec = dataclasses.replace(BIG, seq=seq)
+        assert sorted(b.name for b in backends.order(spec)) == sorted(b.name for b in backends.BACKENDS)
+
+
+PROBE = """
+import sys
+import numpy as np
+import ropegrad as rg
+x, table = np.ones((1, {heads}, 64, 64), np.float32), np.ones((64, 64), np.float32)
+rg.rope_backward(x, x, x, x, table, table)
+print("numba" in sys.modules)
+if "numba" in sys.modules:
+    from ropegrad.backends import numba_kernel
+    stats = numba_kernel.run.stats
+    print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def probe(heads):
+    command = [sys.executable, "-c", PROBE.format(heads=heads)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_numba_is_imported_for_large_problems_only_and_compiles_once_for_all_processes():
+    assert probe(1) == ["False"]
+    assert probe(16)[0] == "True"
+    assert probe(16) == ["True", "1", "0"]
+
+
+def test_without_a_folder_for_its_cache_the_loop_is_compiled_anyway(monkeypatch):
+    from ropegrad.backends import numba_kernel
+
+    asked = []
+
+    def njit(**given):
+        asked.append(given)
+        if given.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(numba_kernel, "njit", njit)
+    assert numba_kernel._compiled(len) is len
+    assert asked == [{"nogil": True, "cache": True}, {"nogil": True}]
