@@ -24,8 +24,8 @@ from typing import Any
 import cupy
 
 from ropegrad.arrays import nbytes, numpy_dtype
-from ropegrad.backends.cupy_fused import Bound, describe, gpu
-from ropegrad.backends.rope_config import MOST_SHARED, Config
+from ropegrad.backends.cupy_fused import Bound, describe, multiprocessors
+from ropegrad.backends.rope_config import Config
 from ropegrad.backends.rope_launch import prepare, wanted
 from ropegrad.backends.rope_memory import NAMES, Memory, array_of, dense_memory
 from ropegrad.bench import device as devices
@@ -39,7 +39,6 @@ from ropegrad.verify.case import Case, NumpyArray
 from ropegrad.verify.draws import input_shapes
 from ropegrad.verify.runners import to_namespace, to_numpy
 
-SHARED = MOST_SHARED - (2 << 10)  # less what padding takes
 Arrays = dict[str, Any]
 
 
@@ -49,53 +48,24 @@ Arrays = dict[str, Any]
 def candidates(spec: RopeSpec) -> Iterator[Config]:
     """Configurations to try: heads a thread, rows in flight, access width, lanes, tokens, registers."""
     size = nbytes((1,), spec.dtype)
-    for width, heads, rows, split in itertools.product((16, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2)):
-        lanes = spec.rotary_dim * size // (2 * width * split)
+    shapes = itertools.product((16, 8), (1, 2, 4, 8), (1, 2), (1, 2), (1, 2))
+    for width, rows, turns, parts, tokens in shapes:
+        lanes = spec.rotary_dim * size // (2 * width * parts)
+        heads = rows * turns
         groups_q, groups_k = -(-(spec.heads or 0) // heads), -(-(spec.kv_heads or 0) // heads)
-        one = lanes * (groups_q + groups_k)
-        if rows > heads or heads > 2 * rows or (split == 2 and (rows < heads or heads > 2)):
-            continue
-        sums = 4 * width // size * nbytes((1,), spec.compute)
-        for tokens in dict.fromkeys((1, max(1, 192 // one))):
-            threads = one * tokens
-            if threads > 1024 or threads * sums > SHARED or groups_q + groups_k > 64:
-                continue
-            yield Config(
-                vector=width, lanes=lanes, tokens=tokens, groups_q=groups_q, groups_k=groups_k, rows=rows
-            )
-
-
-def pipelines(spec: RopeSpec) -> Iterator[Config]:
-    """Configurations of the pipeline: heads a thread at once, groups, depth, blocks a multiprocessor."""
-    lanes = spec.rotary_dim * nbytes((1,), spec.dtype) // 32
-    for heads, rows, blocks in itertools.product((2, 4, 8), (1, 2), (1, 2, 3, 4)):
-        groups_q, groups_k = -(-(spec.heads or 0) // heads), -(-(spec.kv_heads or 0) // heads)
-        if lanes * (groups_q + groups_k) > 512:
-            continue
         config = Config(
-            lanes=lanes, tokens=1, groups_q=groups_q, groups_k=groups_k, rows=rows, blocks=blocks, stages=2
+            vector=width, lanes=lanes, tokens=tokens, groups_q=groups_q, groups_k=groups_k, rows=rows
         )
-        depths = [depth for depth in range(2, 17) if fits(spec, replace(config, stages=depth))]
-        yield from (
-            replace(config, stages=depth) for depth in {*depths[-1:], *depths[len(depths) // 2 :][:1]}
-        )
-
-
-def fits(spec: RopeSpec, config: Config) -> bool:
-    """Whether as many blocks have shared memory on a multiprocessor as the configuration says."""
-    launch = prepare(spec, dense(spec), gpu(cupy.cuda.Device().id), config)
-    assert launch is not None
-    runtime = cupy.cuda.runtime
-    all_blocks = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0)
-    return launch.shared + 1024 <= int(all_blocks) // config.blocks  # 1024: CUDA's own share of a block
+        registers = 24 + width * (4 + rows)  # about what the compiler takes for float32
+        whole = turns == 1 or (rows == 2 and parts == 1)
+        if whole and 64 <= config.threads <= 640 and config.groups <= 64 and registers <= 168:
+            yield config
 
 
 def refined(best: list[Config]) -> Iterator[Config]:
     """The best ones with hints to the caches, and with fewer registers."""
     for config in best:
         yield replace(config, hint=1)
-        if config.stages:
-            continue
         for registers in (64, 96):
             yield replace(config, blocks=max(1, 65536 // (config.threads * registers)))
 
@@ -105,7 +75,7 @@ def label(config: Config) -> str:
     groups = f"{config.groups_q}+{config.groups_k}"
     return (
         f"v{config.vector} {config.lanes}x{config.tokens}x({groups}) r{config.rows} b{config.blocks} "
-        f"h{config.hint}" + (f" s{config.stages}" if config.stages else "")
+        f"h{config.hint}"
     )
 
 
@@ -185,7 +155,7 @@ def calls(spec: RopeSpec, config: Config | None, sets: list[tuple[Arrays, Arrays
     return [partial(bound, inputs, out) for inputs, out in sets]
 
 
-def tune(name: str, spec: RopeSpec, samples: int, every: bool, pipeline: bool) -> list[dict[str, Any]]:
+def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str, Any]]:
     """Time one workload; a line for each contender of the longer run."""
     here = devices.current()
     moved = rope_cost(spec).moved
@@ -211,23 +181,19 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool, pipeline: bool) -
         ours = {key: calls(spec, config, sets) for key, config in configs.items()}
         return measure({**ours, **others}, "span", l2=here.l2, samples=n)
 
-    configs = right(itertools.chain(candidates(spec), pipelines(spec) if pipeline else ()))
+    configs = right(candidates(spec))
     first = timed(configs, ceiling, 8)
     ranked = sorted(configs, key=lambda key: first[key].median_us)
-    plain = [key for key in ranked if not configs[key].stages][:3]
-    staged = [key for key in ranked if configs[key].stages][:3]
-    more = right(refined([configs[key] for key in plain + staged]))
+    more = right(refined([configs[key] for key in ranked[:3]]))
     second = timed(more, {}, 8)
     configs |= more
     ranked = sorted(configs, key=lambda key: {**first, **second}[key].median_us)
-    plain = [key for key in ranked if not configs[key].stages][:4]
-    ranked = plain + [key for key in ranked if configs[key].stages][:4]
     fastest = sorted(ceiling, key=lambda key: first[key].median_us)[:3]
     finalists: dict[str, list[Call]] = {key: ceiling[key] for key in fastest}
     finalists |= {"copy": copy_calls(copies, half), "rule": calls(spec, None, sets)}
-    final = timed({key: configs[key] for key in ranked}, finalists, samples)
+    final = timed({key: configs[key] for key in ranked[:6]}, finalists, samples)
     kept = {**first, **second, **final} if every else final
-    rule = prepare(spec, dense(spec), gpu(cupy.cuda.Device().id))
+    rule = prepare(spec, dense(spec), multiprocessors(cupy.cuda.Device().id))
     best = min(final[key].median_us for key in ("copy", *fastest))
     return [
         {
@@ -252,7 +218,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--all", action="store_true", help="also write what left after the short runs")
     parser.add_argument("--out", default="tune-rope.jsonl")
-    parser.add_argument("--no-pipeline", action="store_true", help="plain loads only")
     given = parser.parse_args()
     suite = list(rope_suite().items())
     chosen = [suite[i] for i in given.cases] if given.cases else suite
@@ -261,9 +226,7 @@ def main() -> None:
     started, ratios = time.perf_counter(), []
     with open(given.out, "w", encoding="utf-8") as file:
         for name, spec in chosen:
-            lines = tune(
-                name, replace(spec, namespace="cupy"), given.samples, given.all, not given.no_pipeline
-            )
+            lines = tune(name, replace(spec, namespace="cupy"), given.samples, given.all)
             file.writelines(json.dumps(line) + "\n" for line in lines)
             file.flush()
             final = {line["contender"]: line for line in lines if line["final"]}

@@ -7,7 +7,7 @@ from typing import Any
 import shim
 
 from ropegrad.arrays import numpy_dtype
-from ropegrad.backends.rope_config import Config, Gpu
+from ropegrad.backends.rope_config import Config
 from ropegrad.backends.rope_instance import Instance, kernel_text
 from ropegrad.backends.rope_launch import Launch, prepare, wanted
 from ropegrad.backends.rope_memory import ALIGNED, NAMES, Memory
@@ -16,18 +16,17 @@ from ropegrad.verify.case import Case, NumpyArray
 
 Arrays = dict[str, NumpyArray]
 Fault = tuple[str, str]
-SMALL = Gpu(multiprocessors=2, capability=80, shared=163_000)
 
 
 @dataclass(frozen=True)
 class Launching:
-    """How the kernel is launched: on which GPU, in which configuration, in which order, with which fault.
+    """How the kernel is launched: on how large a GPU, how shared, in which order, with which fault.
 
     config None: the rule's. The fault is text of the kernel and what stands in its place. into: outputs lie
     in every second token of larger arrays.
     """
 
-    gpu: Gpu = SMALL
+    multiprocessors: int = 2
     config: Config | None = None
     order: int = 0
     fault: Fault | None = None
@@ -83,7 +82,9 @@ def prepared(spec: RopeSpec, arrays: Arrays, launching: Launching) -> Launch | N
         name: Memory(arrays[name].__array_interface__["data"][0] % ALIGNED, arrays[name].strides)
         for name in names
     }
-    return prepare(spec, tuple(memory.get(name) for name in NAMES), launching.gpu, launching.config)
+    return prepare(
+        spec, tuple(memory.get(name) for name in NAMES), launching.multiprocessors, launching.config
+    )
 
 
 _kernels: dict[tuple[Instance, Fault | None], Any] = {}
@@ -94,7 +95,7 @@ def compile_all(instances: Iterable[Instance], fault: Fault | None = None) -> No
     new = [one for one in dict.fromkeys(instances) if (one, fault) not in _kernels]
     if not new:
         return
-    text = kernel_text(False)
+    text = kernel_text()
     if fault is not None:
         assert text.count(fault[0]) == 1, f"{text.count(fault[0])} places have {fault[0]!r}"
         text = text.replace(*fault)

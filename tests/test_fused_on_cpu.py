@@ -10,7 +10,7 @@ from conftest import skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropegrad.backends.rope_config import Config, Gpu
+from ropegrad.backends.rope_config import Config
 from ropegrad.spec import RopeSpec
 from ropegrad.verify.cases import rope_edge_cases
 from ropegrad.verify.check import check
@@ -47,7 +47,7 @@ def any_problem(examples):
     @settings(max_examples=examples)
     @given(case=cases(rope_specs(), memory), into=st.booleans(), order=ORDERS, gpu=st.sampled_from((1, 132)))
     def body(case, into, order, gpu):
-        judge(case, Launching(Gpu(gpu, 80, 163_000), order=order, into=into))
+        judge(case, Launching(gpu, order=order, into=into))
 
     body()
 

@@ -16,7 +16,7 @@ from typing import Any
 from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cupy_plain import CupyPlain
-from ropegrad.backends.rope_config import MOST_GRID, MOST_SHARED, Config, Gpu
+from ropegrad.backends.rope_config import MOST_GRID, Config
 from ropegrad.backends.rope_instance import ENTRY, Instance
 from ropegrad.backends.rope_launch import PLACES, Launch, prepare, too_many, wanted
 from ropegrad.backends.rope_memory import ALIGNED, NAMES, Memory, array_of, dense_memory
@@ -44,7 +44,9 @@ class CupyFused:
     def explain(self, spec: RopeSpec | QkvSpec, inputs: Inputs) -> list[str]:
         """The kernel's access and shape."""
         assert isinstance(spec, RopeSpec)
-        launch = prepare(spec, _layout_of(spec, inputs), gpu(next(iter(inputs.values())).device.id))
+        launch = prepare(
+            spec, _layout_of(spec, inputs), multiprocessors(next(iter(inputs.values())).device.id)
+        )
         return describe(spec, launch)
 
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
@@ -166,13 +168,13 @@ class Bound:
 
     def _prepare(self, device: int, memory: tuple[Any, ...]) -> Filled:
         found = dict(zip(self.names, (Memory(*one) for one in memory), strict=True))
-        launch = prepare(self.spec, tuple(found.get(name) for name in NAMES), gpu(device), self.config)
+        launch = prepare(
+            self.spec, tuple(found.get(name) for name in NAMES), multiprocessors(device), self.config
+        )
         if launch is None:
             return Filled(device, None, (), array("q"), None)
         with on_device(device):
             kernel = compiled(launch.instance)
-            if launch.shared > MOST_SHARED:
-                kernel.max_dynamic_shared_size_bytes = launch.shared
             function = kernel.kernel.ptr
         shape = (*launch.grid, *launch.block, launch.shared)
         return Filled(device, function, shape, array("q", [0]) + launch.arguments, kernel)
@@ -201,14 +203,12 @@ def compiled(instance: Instance) -> Any:
 
 
 @functools.cache
-def gpu(device: int) -> Gpu:
-    """What the rule knows of a device."""
+def multiprocessors(device: int) -> int:
+    """Of a device."""
     import cupy
 
     runtime = cupy.cuda.runtime
-    wanted = runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin
-    multiprocessors, shared = (int(runtime.deviceGetAttribute(one, device)) for one in wanted)
-    return Gpu(multiprocessors, int(cupy.cuda.Device(device).compute_capability), shared)
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
 
 
 def allocate(spec: RopeSpec) -> Outputs:
@@ -223,7 +223,7 @@ def explain_dense(spec: RopeSpec) -> list[str]:
     """The launch for contiguous arrays on the current device."""
     import cupy
 
-    return describe(spec, prepare(spec, _layout_of(spec, {}), gpu(cupy.cuda.runtime.getDevice())))
+    return describe(spec, prepare(spec, _layout_of(spec, {}), multiprocessors(cupy.cuda.runtime.getDevice())))
 
 
 def _layout_of(spec: RopeSpec, inputs: Inputs) -> tuple[Memory | None, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 MOST_SHARED = 48 << 10  # bytes a block has without asking
 MOST_HELD = 400  # bytes of a thread's registers for what it holds, beside addresses and the like
@@ -16,7 +15,7 @@ MOST_GRID = 65_535  # blocks along y and z
 class Config:
     """A block is lanes x tokens x (groups_q + groups_k) threads; each has `rows` rows in flight.
 
-    groups_q, groups_k: share the heads of q and of k. stages: of the pipeline, 0 for plain loads.
+    groups_q, groups_k: share the heads of q and of k.
     vector: most bytes an access; blocks: how many must fit a multiprocessor; hint: see `Instance`.
     """
 
@@ -28,7 +27,6 @@ class Config:
     rows: int
     blocks: int = 1
     hint: int = 0
-    stages: int = 0
 
     @property
     def groups(self) -> int:
@@ -41,14 +39,6 @@ class Config:
         return self.lanes * self.tokens * self.groups
 
 
-class Gpu(NamedTuple):
-    """What the rule knows of a GPU. capability: 90 for sm_90; shared: bytes a block may have at most."""
-
-    multiprocessors: int
-    capability: int
-    shared: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What the rule looks at.
@@ -56,7 +46,7 @@ class Work:
     lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none are read; batch, seq:
     what blocks pick their tokens from; thread_bytes: of shared memory that a thread needs, 0 where no table
     gradient is wanted; held_bytes, row_bytes: of registers that a thread needs for tables and sums, and for
-    each row in flight; pipeline: whether bulk copies can bring rows.
+    each row in flight.
     """
 
     lanes: int
@@ -67,8 +57,7 @@ class Work:
     thread_bytes: int
     held_bytes: int
     row_bytes: int
-    pipeline: bool
-    gpu: Gpu
+    multiprocessors: int
 
 
 def choose(work: Work) -> Config:

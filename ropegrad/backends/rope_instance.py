@@ -8,7 +8,6 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "kernels"
 PARTS = ("numbers.cuh", "memory.cuh", "rope_rows.cuh", "rope_tables.cuh", "rope_backward.cu")
-PIPELINE = "rope_pipeline.cu"
 ENTRY = "rope_backward"
 
 _TYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float", "float64": "double"}
@@ -25,8 +24,6 @@ class Instance:
         Channels an access: 1, 2, 4 or 8, at least 2 where interleaved; how many make up the rotary width.
     lanes, tokens, groups_q, groups_k, rows
         A block, and the rows that a thread has in flight; see `Config`.
-    stages
-        Depth of the pipeline (sm_90 and newer); 0: the kernel of plain loads.
     hint
         0: none; 1: loads pass L1 by, stores leave L2 first; 2: as 1, and loads fetch 256 bytes into L2.
     dense, dense_table
@@ -56,7 +53,6 @@ class Instance:
     groups_q: int
     groups_k: int
     rows: int
-    stages: int
     hint: int
     dense: bool
     dense_table: bool
@@ -78,9 +74,8 @@ class Instance:
 
     @property
     def threads(self) -> int:
-        """Of a block; the pipeline has whole warps and one more, which copies."""
-        working = self.lanes * self.tokens * (self.groups_q + self.groups_k)
-        return -(-working // 32) * 32 + 32 if self.stages else working
+        """Of a block."""
+        return self.lanes * self.tokens * (self.groups_q + self.groups_k)
 
     @property
     def parts(self) -> int:
@@ -100,7 +95,7 @@ class Instance:
 
     def source(self) -> str:
         """The kernel's text and this instance of it, `extern "C"` and called ENTRY."""
-        return f"{kernel_text(bool(self.stages))}\n{self.definition()}"
+        return f"{kernel_text()}\n{self.definition()}"
 
     def definition(self, entry: str = ENTRY) -> str:
         """The part of the source that is this instance's own."""
@@ -110,17 +105,14 @@ class Instance:
         )
         names = (field.name for field in fields(self) if field.name not in _NOT_COMPILED)
         values = " ".join(f"static constexpr int {name} = {int(getattr(self, name))};" for name in names)
-        body = "rope_pipeline_of" if self.stages else "rope_backward_of"
         return (
             f"struct {entry}_instance {{ {types} {values} }};\n"
             f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.blocks})\n'
-            f"{entry}(const Arguments arguments) {{ {body}<{entry}_instance>(arguments); }}\n"
+            f"{entry}(const Arguments arguments) {{ rope_backward_of<{entry}_instance>(arguments); }}\n"
         )
 
 
 @functools.cache
-def kernel_text(pipeline: bool) -> str:
+def kernel_text() -> str:
     """The files of the kernel, in the order in which they build on each other."""
-    return "\n".join(
-        (FOLDER / part).read_text(encoding="utf-8") for part in (*PARTS, *(PIPELINE,) * pipeline)
-    )
+    return "\n".join((FOLDER / part).read_text(encoding="utf-8") for part in PARTS)

@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass
 
 from ropegrad.arrays import nbytes
-from ropegrad.backends.rope_config import MOST_GRID, Config, Gpu, Work, choose
+from ropegrad.backends.rope_config import MOST_GRID, Config, Work, choose
 from ropegrad.backends.rope_instance import Instance
 from ropegrad.backends.rope_memory import (
     ALIGNED,
@@ -67,7 +67,9 @@ def too_many(spec: RopeSpec) -> bool:
     return not _walks(spec) and min(spec.batch, spec.seq) > MOST_GRID
 
 
-def prepare(spec: RopeSpec, layout: Layout, gpu: Gpu, config: Config | None = None) -> Launch | None:
+def prepare(
+    spec: RopeSpec, layout: Layout, multiprocessors: int, config: Config | None = None
+) -> Launch | None:
     """The launch for arrays in this memory; None where there is nothing to write.
 
     `config` overrides the rule. Raises SpecError for memory that no GPU can read.
@@ -77,12 +79,12 @@ def prepare(spec: RopeSpec, layout: Layout, gpu: Gpu, config: Config | None = No
     if not spec.seq or not (spec.batch or _walks(spec)):
         return None
     vector, one = access(spec, memory, config.vector if config else ALIGNED)
-    work = _work(spec, memory, vector, one, gpu)
+    work = _work(spec, vector, multiprocessors)
     config = config or choose(work)
     instance = _instance(spec, memory, vector, one, config)
-    grid, block = _shape(spec, work, config, instance)
+    grid, block = _shape(work, config, instance)
     return Launch(
-        instance, config, grid, block, _shared(spec, instance, config), _arguments(spec, memory, instance)
+        instance, config, grid, block, _shared(instance, config), _arguments(spec, memory, instance)
     )
 
 
@@ -110,7 +112,7 @@ def _heads(spec: RopeSpec) -> tuple[int, int]:
 # ---- what is compiled --------------------------------------------------------------------------------------
 
 
-def _work(spec: RopeSpec, memory: Found, vector: int, one: bool, gpu: Gpu) -> Work:
+def _work(spec: RopeSpec, vector: int, multiprocessors: int) -> Work:
     kinds = len({"cos", "sin"} & set(spec.needs))
     slots = vector if spec.table == "half" else 2 * vector
     rest = (spec.head_dim - spec.rotary_dim) // vector
@@ -123,17 +125,8 @@ def _work(spec: RopeSpec, memory: Found, vector: int, one: bool, gpu: Gpu) -> Wo
         thread_bytes=slots * thread_slot,
         held_bytes=slots * (thread_slot + 2 * rotates * nbytes((1,), spec.table_dtype)),
         row_bytes=nbytes((2 * vector,), spec.dtype) * (1 + bool(kinds)),
-        pipeline=gpu.capability >= 90 and one and _pipelines(spec, memory, vector), gpu=gpu,
+        multiprocessors=multiprocessors,
     )  # fmt: skip
-
-
-def _pipelines(spec: RopeSpec, memory: Found, vector: int) -> bool:
-    """Whether rows can be copied in bulk: whole ones, of multiples of 16 bytes at multiples of 16."""
-    whole = spec.rotary_dim == spec.head_dim and spec.rotary_dim % (2 * vector) == 0
-    rows = nbytes((spec.head_dim,), spec.dtype), nbytes((spec.columns,), spec.table_dtype)
-    if spec.accumulate or not whole or not sum(_heads(spec)) or any(row % ALIGNED for row in rows):
-        return False
-    return dense(spec, memory, (*HEADS, "cos", "sin"), ALIGNED)
 
 
 def _instance(spec: RopeSpec, memory: Found, vector: int, one: bool, config: Config) -> Instance:
@@ -145,7 +138,7 @@ def _instance(spec: RopeSpec, memory: Found, vector: int, one: bool, config: Con
     return Instance(
         storage=spec.dtype, table=spec.table_dtype, compute=spec.compute, vector=vector,
         vectors=spec.rotary_dim // vector, lanes=config.lanes, tokens=config.tokens,
-        groups_q=config.groups_q, groups_k=config.groups_k, rows=config.rows, stages=config.stages,
+        groups_q=config.groups_q, groups_k=config.groups_k, rows=config.rows,
         hint=config.hint, dense=one, dense_table=dense(spec, memory, ("cos", "sin"), min(run, ALIGNED)),
         even=not any(left), once=turns == _heads(spec) and _products(spec), walks=_walks(spec),
         swapped=_swapped(spec),
@@ -160,18 +153,12 @@ def _instance(spec: RopeSpec, memory: Found, vector: int, one: bool, config: Con
 # ---- what is launched --------------------------------------------------------------------------------------
 
 
-def _shape(spec: RopeSpec, work: Work, config: Config, instance: Instance) -> tuple[Three, Three]:
+def _shape(work: Work, config: Config, instance: Instance) -> tuple[Three, Three]:
     """Grid and block."""
-    if config.stages:
-        if not work.pipeline or config.lanes != work.lanes or config.tokens != 1:
-            raise ValueError(f"no pipeline for {work} by {config}")
-        tokens = work.batch * work.seq
-        each = -(-tokens // (work.gpu.multiprocessors * config.blocks))
-        return (-(-tokens // each), 1, 1), (instance.threads, 1, 1)
     tokens = -(-work.seq // config.tokens)
-    splits = 1 if work.thread_bytes else min(_splits(work, config), MOST_GRID // instance.parts)
+    splits = 1 if work.thread_bytes else min(_splits(work, config), MOST_GRID)
     x, z = (work.batch, tokens) if instance.swapped else (tokens, work.batch)
-    return (x, instance.parts * splits, z), (instance.threads, 1, 1)
+    return (x * instance.parts, splits, z), (instance.threads, 1, 1)
 
 
 def _splits(work: Work, config: Config) -> int:
@@ -180,16 +167,11 @@ def _splits(work: Work, config: Config) -> int:
     return max(1, *(-(-heads // (groups * config.rows)) for heads, groups in shares if groups))
 
 
-def _shared(spec: RopeSpec, instance: Instance, config: Config) -> int:
-    """Bytes: the partial sums of the kernel's `Kept`; for the pipeline, its `Ring`."""
+def _shared(instance: Instance, config: Config) -> int:
+    """Bytes of partial sums: the kernel's `Kept`."""
     size = nbytes((1,), instance.compute)
     stride = -(-config.threads // 32) * 32 + 128 // (size * instance.table_run)
-    sums = (instance.cos + instance.sin) * instance.slots * stride * size
-    if not config.stages:
-        return sums
-    rows = config.groups * config.rows * nbytes((spec.head_dim,), spec.dtype)
-    stage = rows * (1 + _products(spec)) + 2 * nbytes((spec.columns,), spec.table_dtype)
-    return config.stages * (stage + 16) + 2 * sums
+    return (instance.cos + instance.sin) * instance.slots * stride * size
 
 
 def _arguments(spec: RopeSpec, memory: Found, instance: Instance) -> array[int]:

@@ -5,8 +5,8 @@
 // is "interleaved"). A block is lanes x tokens x groups threads: lanes share a row, groups a token's rows, the
 // first groups_q of them q's heads, the others k's, in turns. A thread has `rows` rows in flight.
 //
-// blockIdx.x counts tokens, blockIdx.z batches, blockIdx.y parts of a row and, where no table gradient is
-// wanted, parts of the heads. Table gradients are summed over a thread's rows in registers, then over groups,
+// blockIdx.x counts tokens and the parts of their rows, blockIdx.z batches (or the other way round) and, where
+// no table gradient is wanted, blockIdx.y parts of the heads. Table gradients are summed over a thread's rows in registers, then over groups,
 // in their order, through shared memory. No atomics: the same launch gives the same bits. Where a table is
 // shared by the batch and its gradient is wanted, a block walks over the batch.
 //
@@ -85,7 +85,7 @@ template <class I> DEVICE void rows_of_batch(
     const Stream<I> x(a.q, a.k, group.of_k, batch, place);
     const Stream<I> out(a.out_q, a.out_k, group.of_k, batch, place);
     const bool rotate = rotates<I>(a, group);
-    const int split = S::products ? 0 : blockIdx.y / S::parts, splits = S::products ? 1 : gridDim.y / S::parts;
+    const int split = S::products ? 0 : blockIdx.y, splits = S::products ? 1 : gridDim.y;
     bool start = batch == place.batch;
     for (int row = group.number + split * group.of * U; I::once || row < group.heads; row += splits * group.of * U) {
         Flight<I> now;
@@ -127,8 +127,8 @@ template <class I> DEVICE void rows_of_batch(
 template <class I> DEVICE void rope_backward_of(const Arguments& a) {
     using S = Shape<I>;
     const unsigned self = threadIdx.x;
-    const int batch = I::swapped ? blockIdx.x : blockIdx.z;
-    const int token = (I::swapped ? blockIdx.z : blockIdx.x) * I::tokens, lane = blockIdx.y % S::parts * I::lanes;
+    const unsigned x = blockIdx.x / S::parts, lane = blockIdx.x % S::parts * I::lanes;
+    const int batch = I::swapped ? x : blockIdx.z, token = (I::swapped ? blockIdx.z : x) * I::tokens;
     const Place place = place_at<I>(a, batch, token + self / I::lanes % I::tokens, lane + self % I::lanes);
     const Group group = group_of<I>(a, self / S::members);
     Tables<I> tables;
