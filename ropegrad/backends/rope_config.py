@@ -63,34 +63,37 @@ class Work:
 def choose(work: Work) -> Config:
     """The rule.
 
-    With table gradients a block owns a token, so that heads are summed inside it. Its threads share the heads
-    evenly, four rows in flight each, or as many as registers allow. Without them the grid splits tokens and
-    heads alike.
+    A thread has four rows in flight, or as many as registers allow, and those are all that it works on: so
+    there are as many groups as the heads need. With table gradients that is a block a token, so that heads
+    are summed inside it; only where it would be too large do threads take several turns, and only where it
+    would be small does it have several tokens. Without them blocks of any size do.
     """
     lanes = min(work.lanes, 32)
     rows = next((rows for rows in (4, 2) if work.held_bytes + rows * work.row_bytes <= MOST_HELD), 1)
-    threads = 256
-    if work.thread_bytes:
-        threads = min(threads, MOST_SHARED // work.thread_bytes - 64)
-    return spread(work, lanes=lanes, threads=threads, rows=rows)
+    if not work.thread_bytes:
+        return spread(work, lanes=lanes, threads=256, rows=rows)
+    return spread(work, lanes=lanes, threads=min(640, MOST_SHARED // work.thread_bytes - 64), rows=rows)
 
 
 def spread(work: Work, *, lanes: int, threads: int, rows: int) -> Config:
-    """Blocks of at most `threads` threads, more tokens in each only where one token does not need as many.
+    """Blocks of at most `threads` threads, each with at most `rows` rows in flight.
 
-    A thread takes n heads, as few as the threads allow; if at most twice as many share them evenly, so many.
+    A thread takes n heads: as many as it has in flight, or the largest smaller number that shares q's heads
+    and k's without remainder; more, in turns, where the threads do not suffice.
     """
     most = max(2, min(threads // lanes, MOST_GROUPS))
     heads = work.heads, work.kv_heads
-    n = next(n for n in range(max(1, sum(heads) // most), sum(heads) + 2) if _groups(heads, n) <= most)
-    even = [m for m in range(n, 2 * n + 1) if gcd(*heads) % m == 0]
-    n = even[0] if even and sum(heads) else n
-    in_flight = max(r for r in range(1, min(rows, n) + 1) if n % r == 0)
-    in_flight = in_flight if 2 * in_flight >= min(rows, n) else min(rows, n)
+    few = sum(heads) * 5 // 4  # rows that may be in flight: a quarter of them for nothing
+    rows = next((r for r in range(rows, 0, -1) if _groups(heads, r) * r <= few), 1)
+    n = max(
+        (d for d in range(2, rows + 1) if gcd(*heads) % d == 0 and _groups(heads, d) <= most), default=rows
+    )
+    while _groups(heads, n) > most:
+        n += rows
     groups_q, groups_k = (-(-number // n) for number in heads)
     groups_q = max(groups_q, groups_k == 0)
-    tokens = max(1, min(threads // (lanes * (groups_q + groups_k)), work.seq))
-    return Config(lanes=lanes, tokens=tokens, groups_q=groups_q, groups_k=groups_k, rows=in_flight)
+    tokens = max(1, min(192 // (lanes * (groups_q + groups_k)), work.seq))
+    return Config(lanes=lanes, tokens=tokens, groups_q=groups_q, groups_k=groups_k, rows=min(rows, n))
 
 
 def _groups(heads: tuple[int, ...], n: int) -> int:

@@ -25,7 +25,7 @@ class Instance:
     lanes, tokens, groups_q, groups_k, rows
         A block, and the rows that a thread has in flight; see `Config`.
     hint
-        0: none; 1: loads pass L1 by, stores leave L2 first; 2: as 1, and loads fetch 256 bytes into L2.
+        A sum. 1: loads pass L1 by; 2: what is stored leaves L2 first.
     dense, dense_table
         Whether rows of q and k, and of the tables, have unit stride and are aligned to their accesses.
     even, once

@@ -2,7 +2,7 @@
 
 // Loads and stores are volatile, so they stay in the order in which they are written here: all loads of a
 // turn before the first use, and every element read before it is written, should an output be an input.
-// HINT 0: none. 1: loads pass L1 by, stores leave L2 first. 2: as 1, and loads fetch 256 bytes into L2.
+// HINT is a sum. 1: loads pass L1 by. 2: what is stored leaves L2 first.
 #ifdef ROPEGRAD_ON_CPU
 template <int BYTES> struct alignas(BYTES) Access { unsigned char at[BYTES]; };
 template <int HINT, int BYTES> DEVICE void load_words(unsigned* to, const void* from) {
@@ -16,12 +16,11 @@ template <int HINT, int BYTES> DEVICE void store_words(void* to, const unsigned*
 }
 #else
 #define LOAD(SUFFIX, ...)                                                                                \
-    if (HINT == 0) asm volatile("ld.global" SUFFIX __VA_ARGS__ : "memory");                              \
-    else if (HINT == 1) asm volatile("ld.global.L1::no_allocate" SUFFIX __VA_ARGS__ : "memory");         \
-    else asm volatile("ld.global.L1::no_allocate.L2::256B" SUFFIX __VA_ARGS__ : "memory");
+    if (HINT & 1) asm volatile("ld.global.L1::no_allocate" SUFFIX __VA_ARGS__ : "memory");               \
+    else asm volatile("ld.global" SUFFIX __VA_ARGS__ : "memory");
 #define STORE(SUFFIX, ...)                                                                               \
-    if (HINT == 0) asm volatile("st.global" SUFFIX :: __VA_ARGS__ : "memory");                           \
-    else asm volatile("st.global.cs" SUFFIX :: __VA_ARGS__ : "memory");
+    if (HINT & 2) asm volatile("st.global.cs" SUFFIX :: __VA_ARGS__ : "memory");                         \
+    else asm volatile("st.global" SUFFIX :: __VA_ARGS__ : "memory");
 template <int HINT, int BYTES> DEVICE void load_words(unsigned* w, const void* from) {
     if constexpr (BYTES == 16) {
         LOAD(".v4.u32 {%0, %1, %2, %3}, [%4];", : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(from))
