@@ -72,7 +72,7 @@ def choose(work: Work) -> Config:
     rows = next((rows for rows in (4, 2) if work.held_bytes + rows * work.row_bytes <= MOST_HELD), 1)
     if not work.thread_bytes:
         return spread(work, lanes=lanes, threads=256, rows=rows)
-    return spread(work, lanes=lanes, threads=min(640, MOST_SHARED // work.thread_bytes - 64), rows=rows)
+    return spread(work, lanes=lanes, threads=min(512, MOST_SHARED // work.thread_bytes - 64), rows=rows)
 
 
 def spread(work: Work, *, lanes: int, threads: int, rows: int) -> Config:
