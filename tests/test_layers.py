@@ -34,7 +34,9 @@ LAYERS = (
     ("records",),
     ("bench",),
     ("report",),
-    ("terminal",),
+    ("target_report",),
+    ("terminal", "target_terminal"),
+    ("fuzz_terminal",),
     ("cli",),
     ("__main__",),
 )

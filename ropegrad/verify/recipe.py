@@ -1,0 +1,50 @@
+"""A problem before its data are made: small, comparable, and the same on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ropegrad.spec import QkvSpec, RopeSpec
+from ropegrad.verify.case import Case
+from ropegrad.verify.draws import make_case
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A spec, kinds of data (keys of draws.VALUES, TABLES, MEMORY) and a seed."""
+
+    spec: RopeSpec | QkvSpec
+    seed: int = 0
+    values: str = "normal"
+    tables: str = "normal"
+    memory: str = "contiguous"
+    name: str = ""
+
+    def case(self, other: int = 0) -> Case:
+        """The case; with `other`, another draw of the same kinds."""
+        return make_case(
+            self.spec, self.seed + other, values=self.values, tables=self.tables, memory=self.memory,
+            name=self.name or str(self),
+        )  # fmt: skip
+
+    @property
+    def rope(self) -> RopeSpec:
+        """Heads and tables."""
+        return self.spec if isinstance(self.spec, RopeSpec) else self.spec.rope
+
+    def __str__(self) -> str:
+        rope = self.rope
+        sizes = f"B={rope.batch} H={rope.heads}/{rope.kv_heads} S={rope.seq} D={rope.head_dim}"
+        if rope.rotary_dim != rope.head_dim:
+            sizes += f" R={rope.rotary_dim}"
+        if isinstance(self.spec, QkvSpec):
+            sizes += f" C={self.spec.hidden_size}"
+        return f"{sizes}, {self.values} values, {self.tables} tables, {self.memory} memory"
+
+
+def contiguous(case: Case) -> Case:
+    """The same values in contiguous memory."""
+    inputs = {name: None if x is None else np.array(x, order="C") for name, x in case.inputs.items()}
+    return replace(case, inputs=inputs)
