@@ -27,6 +27,7 @@ LIMIT = 480  # seconds a step
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning")
 TESTS = (
     "tests/test_cupy.py",
+    "tests/test_cupy_plan.py",
     "tests/test_pipeline.py",
     "tests/test_limits.py",
     "tests/test_backends.py",

@@ -40,14 +40,18 @@ def qkv_specs(draw: st.DrawFn, *, dtypes: tuple[str, ...] = DTYPES) -> QkvSpec:
 
 
 @st.composite
-def cases(draw: st.DrawFn, specs: st.SearchStrategy[RopeSpec | QkvSpec]) -> Case:
-    """A case of a spec drawn from `specs`: values, tables and memory of every kind."""
+def cases(
+    draw: st.DrawFn,
+    specs: st.SearchStrategy[RopeSpec | QkvSpec],
+    memory: st.SearchStrategy[str] = st.sampled_from((*draws.MEMORY, "mixed")),  # noqa: B008
+) -> Case:
+    """A case of a spec drawn from `specs`: values and tables of every kind, `memory` of every kind too."""
     return draws.make_case(
         draw(specs),
         draw(SEEDS),
         values=draw(st.sampled_from(list(draws.VALUES))),
         tables=draw(st.sampled_from(list(draws.TABLES))),
-        memory=draw(st.sampled_from((*draws.MEMORY, "mixed"))),
+        memory=draw(memory),
     )
 
 
