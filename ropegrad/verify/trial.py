@@ -96,7 +96,7 @@ def attempt(runner: Runner, recipe: Recipe, *, stop: bool = False) -> Trial:
     earlier: dict[str, NumpyArray | None] = {}
     results: list[Answer] = []
     for case, poison in ((first, "number"), (second, "nan"), (first, "number")):
-        answer = _perform(runner, case, poison, trial)
+        answer = perform(runner, case, poison, trial)
         if answer is None:
             return trial
         if len(results) == 2 and _same(answer.outputs, results[0].outputs):
@@ -118,7 +118,7 @@ def output_forms(case: Case, contract: Contract) -> dict[str, tuple[tuple[int, .
     return forms | (forward_shapes(case) if contract.of == "forward" else {})
 
 
-def _perform(runner: Runner, case: Case, poison: str, trial: Trial) -> Answer | None:
+def perform(runner: Runner, case: Case, poison: str, trial: Trial) -> Answer | None:
     """One call; None where there is nothing to judge: the trial says why."""
     contract, forms = runner.contract, output_forms(case, runner.contract)
     given = [(name, _room(case, name, *form)) for name, form in forms.items()] if contract.dps else []
@@ -236,7 +236,7 @@ def _blame_strides(runner: Runner, rule: Standard, name: str, fault: Fault) -> F
     if all(x.flags.c_contiguous and x.flags.aligned for x in arrays):
         return fault
     twin = contiguous(rule.case)
-    answer = _perform(runner, twin, "nan", Trial(Recipe(rule.case.spec)))
+    answer = perform(runner, twin, "nan", Trial(Recipe(rule.case.spec)))
     got = None if answer is None else answer.outputs.get(name)
     if got is None or got.shape != rule.exact[name].value.shape or rule.worst(name, got) > 1:
         return fault
