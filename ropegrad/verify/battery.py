@@ -37,14 +37,14 @@ def beyond(contract: Contract, domain: Domain) -> list[Recipe]:
 
 
 def suite(name: str, contract: Contract, domain: Domain) -> list[Recipe]:
-    """The 16 cases of a suite on both draws of its inputs, those inside the domain."""
+    """The 16 cases of a suite, both draws of its inputs in turn, those inside the domain."""
     found = []
+    first, second = DRAWS[name].values()
     for case, spec in SUITES[name]().items():
-        for draw, (values, tables) in DRAWS[name].items():
-            recipe = Recipe(spec, seed(case, draw), values, tables, name=f"{case} ({draw})")
-            moved = fitted(recipe, contract, replace(domain, head_dim=(), gqa=(), max_tokens=None))
-            if domain.outside(moved) is None:
-                found.append(moved)
+        recipe = Recipe(spec, seed(case, "suite"), *first, name=case, then=second)
+        moved = fitted(recipe, contract, replace(domain, head_dim=(), gqa=(), max_tokens=None))
+        if domain.outside(moved) is None:
+            found.append(moved)
     return sorted(found, key=size)
 
 
