@@ -13,7 +13,10 @@ from ropegrad.verify.draws import make_case
 
 @dataclass(frozen=True)
 class Recipe:
-    """A spec, kinds of data (keys of draws.VALUES, TABLES, MEMORY) and a seed."""
+    """A spec, kinds of data (keys of draws.VALUES, TABLES, MEMORY) and a seed.
+
+    then: values and tables of the second draw, if they are others.
+    """
 
     spec: RopeSpec | QkvSpec
     seed: int = 0
@@ -21,11 +24,13 @@ class Recipe:
     tables: str = "normal"
     memory: str = "contiguous"
     name: str = ""
+    then: tuple[str, str] | None = None
 
     def case(self, other: int = 0) -> Case:
-        """The case; with `other`, another draw of the same kinds."""
+        """The case; with `other`, the second draw."""
+        values, tables = (self.values, self.tables) if not other or self.then is None else self.then
         return make_case(
-            self.spec, self.seed + other, values=self.values, tables=self.tables, memory=self.memory,
+            self.spec, self.seed + other, values=values, tables=tables, memory=self.memory,
             name=self.name or str(self),
         )  # fmt: skip
 
