@@ -115,7 +115,7 @@ def test_everything(cuda, arch):
 def test_a_planted_spill_is_found(monkeypatch):
     """So many blocks on a multiprocessor that each thread has 32 registers."""
     choose = rope_launch.choose
-    monkeypatch.setattr(rope_launch, "choose", lambda work: replace(choose(work), blocks=12))
+    monkeypatch.setattr(rope_launch, "choose", lambda work: replace(choose(work), blocks=6))
     with pytest.raises(AssertionError, match="bytes of spills"):
         judge(13, "sm_90a", [rope(*SHAPES[0])])
 
