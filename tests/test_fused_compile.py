@@ -20,7 +20,7 @@ from ropegrad.spec import RopeSpec  # noqa: E402
 
 TARGETS = [(cuda, arch) for cuda in (12, 13) for arch in offline.ARCHES]
 NEEDS = (("q", "k", "cos", "sin"), ("q", "k"), ("cos", "sin"))
-MULTIPROCESSORS = 132
+L2 = 60 << 20
 
 # (heads, kv_heads, head_dim, rotary_dim) of models, and some that nobody has.
 SHAPES = [
@@ -45,7 +45,7 @@ def launch_of(spec, offset=0):
         dense_memory(*array_of(spec, name))._replace(offset=offset) if name in wanted(spec) else None
         for name in NAMES
     ]
-    return prepare(spec, tuple(layout), MULTIPROCESSORS)
+    return prepare(spec, tuple(layout), L2)
 
 
 def few():
@@ -115,7 +115,7 @@ def test_everything(cuda, arch):
 def test_a_planted_spill_is_found(monkeypatch):
     """So many blocks on a multiprocessor that each thread has 32 registers."""
     choose = rope_launch.choose
-    monkeypatch.setattr(rope_launch, "choose", lambda work: replace(choose(work), blocks=12))
+    monkeypatch.setattr(rope_launch, "choose", lambda work: replace(choose(work), blocks=6))
     with pytest.raises(AssertionError, match="bytes of spills"):
         judge(13, "sm_90a", [rope(*SHAPES[0])])
 
@@ -147,7 +147,7 @@ def test_arguments_lie_as_the_kernel_reads_them():
         for i, name in enumerate(NAMES)
     )
     layout = tuple(memory._replace(strides=(*memory.strides[:-1], 4)) for memory in layout)
-    made = prepare(spec, layout, MULTIPROCESSORS)
+    made = prepare(spec, layout, L2)
     values = made.filled(tuple(range(1, 11)))
     heads = [1, 0, 108, 112, 4, 2, 0, 208, 212, 4]  # address, batch (one), head, token, channel
     assert values.tolist()[:10] == heads

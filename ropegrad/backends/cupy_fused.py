@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import threading
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +46,7 @@ class CupyFused:
     def explain(self, spec: RopeSpec | QkvSpec, inputs: Inputs) -> list[str]:
         """The kernel's access and shape."""
         assert isinstance(spec, RopeSpec)
-        launch = prepare(
-            spec, _layout_of(spec, inputs), multiprocessors(next(iter(inputs.values())).device.id)
-        )
+        launch = prepare(spec, _layout_of(spec, inputs), l2_of(next(iter(inputs.values())).device.id))
         return describe(spec, launch)
 
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
@@ -87,25 +87,26 @@ def describe(spec: RopeSpec, launch: Launch | None) -> list[str]:
 class Filled:
     """A launch on certain addresses; calling it makes it, on the current stream. Nothing in it is written.
 
-    shape: grid, block, bytes of shared memory. values[0] is CUDA's list of one parameter, which stands behind
-    it. kernel holds the loaded module; function None: there is nothing to do.
+    launch: function, grid, block, bytes of shared memory; empty where there is nothing to do. start: address
+    of values, whose first is CUDA's list of one parameter, which stands behind it. kernel holds the module.
     """
 
     device: int
-    function: int | None
-    shape: tuple[int, ...]
+    launch: tuple[int, ...]
     values: array[int]
+    start: int
     kernel: Any
 
     def __call__(self) -> None:
         """Launch."""
-        import cupy
-
-        if self.function is None:
+        if not self.launch:
             return
-        with on_device(self.device):
-            stream, start = cupy.cuda.get_current_stream().ptr, self.values.buffer_info()[0]
-            cupy.cuda.driver.launchKernel(self.function, *self.shape, stream, start, 0)
+        launch, get_device, stream = _cuda()
+        if get_device() == self.device and self.device in _contexts.devices:
+            launch(*self.launch, stream().ptr, self.start, 0)
+        else:
+            with on_device(self.device):
+                launch(*self.launch, stream().ptr, self.start, 0)
 
     def captured(self) -> Any:
         """A CUDA graph of this launch."""
@@ -158,34 +159,54 @@ class Bound:
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._prepared[key] = self._prepare(*key)
-        if prepared.function is None:
+        if not prepared.launch:
             return prepared
         values = prepared.values[:]
         for place, address in zip(self.places, addresses, strict=True):
             values[place] = address
-        values[0] = values.buffer_info()[0] + values.itemsize
-        return Filled(device, prepared.function, prepared.shape, values, prepared.kernel)
+        start = values.buffer_info()[0]
+        values[0] = start + values.itemsize
+        return Filled(device, prepared.launch, values, start, prepared.kernel)
 
     def _prepare(self, device: int, memory: tuple[Any, ...]) -> Filled:
         found = dict(zip(self.names, (Memory(*one) for one in memory), strict=True))
-        launch = prepare(
-            self.spec, tuple(found.get(name) for name in NAMES), multiprocessors(device), self.config
-        )
+        launch = prepare(self.spec, tuple(found.get(name) for name in NAMES), l2_of(device), self.config)
         if launch is None:
-            return Filled(device, None, (), array("q"), None)
+            return Filled(device, (), array("q"), 0, None)
         with on_device(device):
             kernel = compiled(launch.instance)
             function = kernel.kernel.ptr
-        shape = (*launch.grid, *launch.block, launch.shared)
-        return Filled(device, function, shape, array("q", [0]) + launch.arguments, kernel)
+        shape = (function, *launch.grid, *launch.block, launch.shared)
+        return Filled(device, shape, array("q", [0]) + launch.arguments, 0, kernel)
 
 
-def on_device(device: int) -> contextlib.AbstractContextManager[Any]:
-    """Make this the current device, which it mostly is."""
+class _Contexts(threading.local):
+    """Devices whose context this thread is known to have: the driver launches nothing without one."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_contexts = _Contexts()
+
+
+@functools.cache
+def _cuda() -> tuple[Callable[..., None], Callable[[], int], Callable[[], Any]]:
     import cupy
 
-    here = cupy.cuda.runtime.getDevice() == device
-    return contextlib.nullcontext() if here else cupy.cuda.Device(device)
+    return cupy.cuda.driver.launchKernel, cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+
+
+@contextlib.contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make this the current device, with its context."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        if device not in _contexts.devices:
+            cupy.cuda.runtime.memGetInfo()  # makes the device's context this thread's
+            _contexts.devices.add(device)
+        yield
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,12 +224,12 @@ def compiled(instance: Instance) -> Any:
 
 
 @functools.cache
-def multiprocessors(device: int) -> int:
-    """Of a device."""
+def l2_of(device: int) -> int:
+    """Bytes of a device's L2."""
     import cupy
 
     runtime = cupy.cuda.runtime
-    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device))
 
 
 def allocate(spec: RopeSpec) -> Outputs:
@@ -223,7 +244,7 @@ def explain_dense(spec: RopeSpec) -> list[str]:
     """The launch for contiguous arrays on the current device."""
     import cupy
 
-    return describe(spec, prepare(spec, _layout_of(spec, {}), multiprocessors(cupy.cuda.runtime.getDevice())))
+    return describe(spec, prepare(spec, _layout_of(spec, {}), l2_of(cupy.cuda.runtime.getDevice())))
 
 
 def _layout_of(spec: RopeSpec, inputs: Inputs) -> tuple[Memory | None, ...]:
