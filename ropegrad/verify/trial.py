@@ -214,11 +214,13 @@ def _parts(
         start += tokens
 
 
-def standards(case: Case, contract: Contract) -> list[tuple[Standard, tuple[str, ...]]]:
+def standards(
+    case: Case, contract: Contract, allowance: tuple[str, ...] = ()
+) -> list[tuple[Standard, tuple[str, ...]]]:
     """The standards of a case and the outputs that each is about: gradients, and a forward's values."""
-    found = [(standard(case, expected(case)), case.outputs)]
+    found = [(standard(case, expected(case), allowance), case.outputs)]
     if contract.of == "forward":
-        found.append((forward_standard(case), FORWARD_VALUES[contract.op]))
+        found.append((forward_standard(case, allowance), FORWARD_VALUES[contract.op]))
     return found
 
 
