@@ -63,7 +63,7 @@ class Reports:
         smallest = min(seen.broken, key=lambda one: size(one.recipe))
         cases = [smallest.recipe.case(), smallest.recipe.case(other=1)]
         try:
-            text = script(target, contract, cases, smallest.faults[0], 10 * limits.timeout)
+            text = script(target, contract, cases, smallest.faults[0], 10 * limits.timeout, seen.allowance)
         except SpecError as error:
             console.print(str(error), style="yellow", highlight=False, markup=False)
             return

@@ -68,6 +68,7 @@ def size(recipe: Recipe) -> float:
     if isinstance(recipe.spec, QkvSpec):
         elements += heads * rope.head_dim * (recipe.spec.hidden_size or 0)
     odd = (recipe.values != "normal") + (recipe.memory != "contiguous") + (recipe.tables != "normal")
+    odd += recipe.memory in ("mixed", "movable")
     return elements * (1 + 0.25 * odd) + odd
 
 

@@ -53,6 +53,12 @@ class Examination:
     broken: list[Broken] = field(default_factory=list)
 
     @property
+    def allowance(self) -> tuple[str, ...]:
+        """What its arithmetic does and may do, as seen where it was right."""
+        facts = set().union(*(trial.contract for trial in self.trials if trial.status == "right"))
+        return tuple(word for word in (FLUSHES, ROUNDS) if word in facts)
+
+    @property
     def status(self) -> int:
         """0 right, 1 wrong, 2 could not be judged: it declined everything."""
         judged = [trial for trial in self.trials if trial.status != "declined"]
@@ -93,7 +99,7 @@ def examine(
     if not _enough(seen.trials) and not any(trial.faults for trial in seen.trials):
         for recipe in properties:
             progress(recipe.name)
-            faults, calls = property_faults(runner, recipe)
+            faults, calls = property_faults(runner, recipe, seen.allowance)
             trial = Trial(recipe, "wrong" if faults else "right", faults, calls=calls)
             seen.trials.append(trial)
     everything = (*seen.trials, *seen.outside)

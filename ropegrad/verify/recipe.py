@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,7 +50,6 @@ class Recipe:
         return f"{sizes}, {self.values} values, {self.tables} tables, {self.memory} memory"
 
 
-def contiguous(case: Case) -> Case:
-    """The same values in contiguous memory."""
-    inputs = {name: None if x is None else np.array(x, order="C") for name, x in case.inputs.items()}
-    return replace(case, inputs=inputs)
+def contiguous(case: Case, names: Iterable[str]) -> Case:
+    """The same values, those of the inputs named in contiguous memory."""
+    return replace(case, inputs=case.inputs | {n: np.array(case.inputs[n], order="C") for n in names})

@@ -35,7 +35,7 @@ WRONG, LOW = RULES[:2]
 FLUSHES = "flushes subnormals"
 ROUNDS = "rounds at every step"
 # What arithmetic may do and still be right, narrowest first: a target's contract is the first that fits.
-ALLOWANCES: tuple[tuple[str, ...], ...] = ((), (FLUSHES,), (ROUNDS,), (FLUSHES, ROUNDS))
+ALLOWANCES: tuple[tuple[str, ...], ...] = ((), (ROUNDS,), (FLUSHES,), (FLUSHES, ROUNDS))
 FRESH = 0x7F  # every byte of memory that was allocated and never written, where the C library can do it
 
 
