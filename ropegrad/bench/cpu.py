@@ -192,8 +192,9 @@ def _record(
         times = {"samples_us": rounded, "median_us": median, "spread_us": spread}
     half = cost.moved // 2
     copies = op == "copy"
+    facts = msgspec.json.decode(msgspec.json.encode(spec))  # as it is read back
     return Record(
-        op=op, case=name, spec=msgspec.json.decode(msgspec.json.encode(spec)), options={"threads": run.threads}, backend=contender.backend,
+        op=op, case=name, spec=facts, options={"threads": run.threads}, backend=contender.backend,
         kernel=contender.kernel, protocol="wall", device=run.device,
         driver=f"{platform.system()} {platform.release()}", clocks=None, versions=run.versions,
         commit=run.commit, digest=run.digest, date=datetime.datetime.now(datetime.UTC).date().isoformat(),
