@@ -5,9 +5,8 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ropegrad.records import Record
 from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet
-from ropegrad.report.marks import Marks, dot, legend, marks, used, words
+from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
 from ropegrad.report.rows import SUITES, Point, Setting
 
 PROMISES = {"high: 11.5 bits": 11.5, "medium: 8.5 bits": 8.5}  # what `verify` demands of those precisions
@@ -18,28 +17,26 @@ def measured(setting: Setting, op: str) -> list[Point]:
     return [point for point in setting.of(op) if point.bits is not None]
 
 
-def describe(setting: Setting) -> tuple[Words, list[Record]]:
-    """Title and records."""
+def describe(setting: Setting) -> About | None:
+    """Title and records; none where no effective bits were measured."""
     records = used(point for op in SUITES for point in measured(setting, op))
     notes = [
         "Marker: the worst output of the worst case, at the mean time of all cases; bar: from there to the "
         "best case's worst output. Effective bits: −log₂ of the root mean square of error ÷ √Σ(terms²)."
     ]
-    return words("Error against cost", setting, records, notes), records
+    return about("Error against cost", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme) -> Figure | None:
-    """None where no effective bits were measured."""
+def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+    """A panel an operation."""
     found = [op for op in SUITES if measured(setting, op)]
-    if not found:
-        return None
     known = marks(setting, theme)
     figure, axes = sheet(1, len(found), 5.4)
     for place, op in zip(axes, found, strict=True):
         _panel(place, theme, setting, op, known)
     frame(
         figure,
-        describe(setting)[0],
+        words,
         theme,
         legend(known, [p for op in found for p in measured(setting, op)]),
         between=(0.2, 0.4),

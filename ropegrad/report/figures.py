@@ -7,18 +7,17 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from ropegrad.records import Record
-from ropegrad.report import accuracy, fractions, roofline, scaling, standing
+from ropegrad.report import accuracy, roofline, scaling, shares, standing
 from ropegrad.report.canvas import DARK, LIGHT, Theme, Words, context, png, svg
-from ropegrad.report.marks import commands
-from ropegrad.report.rows import Setting, digest
+from ropegrad.report.marks import About, commands
+from ropegrad.report.rows import Setting
 
-Draw = Callable[[Setting, Theme], Figure | None]
-Describe = Callable[[Setting], tuple[Words, list[Record]]]
+Draw = Callable[[Setting, Theme, Words], Figure]
+Describe = Callable[[Setting], About | None]  # None: there is nothing to draw
 FIGURES: dict[str, tuple[Draw, Describe]] = {
     "standing": (standing.draw, standing.describe),
     "roofline": (roofline.draw, roofline.describe),
-    "fractions": (fractions.draw, fractions.describe),
+    "shares": (shares.draw, shares.describe),
     "accuracy": (accuracy.draw, accuracy.describe),
     "scaling": (scaling.draw, scaling.describe),
 }
@@ -44,17 +43,18 @@ def stem(device: str) -> str:
 def draw(setting: Setting, name: str, command: str) -> Drawn | None:
     """The figure, or None where the records do not make one. `command` draws it again."""
     drawing, describe = FIGURES[name]
-    words, records = describe(setting)
+    about = describe(setting)
+    if about is None:
+        return None
+    words, records = about.words, about.records
     facts = {
         "Title": f"{words.title}: {words.subtitle}", "Software": command,
-        "Source": "; ".join(commands(records)), "Records": digest(records),
+        "Source": "; ".join(commands(records)), "Records": about.digest,
     }  # fmt: skip
     pictures, vector = {}, ""
     for theme in (LIGHT, DARK):
         with context(theme):
-            figure = drawing(setting, theme)
-            if figure is None:
-                return None
+            figure = drawing(setting, theme, words)
             pictures[theme.name] = png(figure, facts)
             if theme is LIGHT:
                 vector = svg(figure, theme, f"{stem(setting.device)}-{name}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.lines import Line2D
@@ -80,16 +81,31 @@ def conditions(setting: Setting, records: Sequence[Record]) -> str:
     )  # fmt: skip
 
 
-def words(title: str, setting: Setting, records: Sequence[Record], notes: Sequence[str] = ()) -> Words:
-    """With the digest of the records shown, when and at which commit they were made."""
+@dataclass(frozen=True)
+class About:
+    """A figure before it is drawn: its words and the records it shows."""
+
+    words: Words
+    records: Sequence[Record]
+
+    @property
+    def digest(self) -> str:
+        """Of the records."""
+        return digest(self.records)
+
+
+def about(title: str, setting: Setting, records: Sequence[Record], notes: Sequence[str]) -> About | None:
+    """With the records' digest, and when and at which commit they were made; None if there are none."""
+    if not records:
+        return None
     commits = sorted({record.commit[:10] for record in records})
     dates = sorted({record.date for record in records})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     made = f"records {digest(records)}, measured {when} at {', '.join(commits)}"
     lines = [line for note in notes for line in textwrap.wrap(note, 150)]
-    return Words(title, conditions(setting, records), made, lines)
+    return About(Words(title, conditions(setting, records), made, lines), records)
 
 
 def commands(records: Iterable[Record]) -> list[str]:
-    """What makes these records again, each command once."""
-    return sorted({record.command for record in records})
+    """What makes these records again, each command once; of another machine's files the names alone."""
+    return sorted({re.sub(r"(?<=[ =])/\S*/", "", record.command) for record in records})

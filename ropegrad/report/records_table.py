@@ -9,6 +9,7 @@ from html import escape
 
 from ropegrad.bench.run import digest as code_digest
 from ropegrad.records import Record
+from ropegrad.report.marks import commands
 from ropegrad.report.rows import Point, Setting
 
 HEADINGS = (
@@ -96,7 +97,7 @@ def _is_current(record: Record) -> bool:
 
 def _origin(record: Record) -> Origin:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items()))
-    return Origin(record.command, record.commit, (record.date, record.device, record.driver), versions)
+    return Origin(commands([record])[0], record.commit, (record.date, record.device, record.driver), versions)
 
 
 def _sources(records: Sequence[Record]) -> dict[Origin, int]:

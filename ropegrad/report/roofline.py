@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from ropegrad.records import Record
 from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet, spread
-from ropegrad.report.marks import dot, legend, marks, used, words
+from ropegrad.report.marks import About, about, dot, legend, marks, used
 from ropegrad.report.rows import Setting, counts
 
 WIDE = {"fp32": "fp32", "tf32": "TF32", "fp16": "fp16"}
@@ -59,21 +59,20 @@ def _fastest(records: Sequence[Record], work: str) -> tuple[Record, float] | Non
     return max(rates, key=lambda pair: pair[1], default=None)
 
 
-def describe(setting: Setting) -> tuple[Words, list[Record]]:
-    """Title and records."""
-    records = used(setting.points, setting.limits)
+def describe(setting: Setting) -> About | None:
+    """Title and records; none without a ceiling to draw."""
+    some = any(memory(setting)) or any(compute(setting))
+    records = used(setting.points, setting.limits) if some else []
     notes = [
         "Every input counts as read once, every output as written once. Slopes: memory; flat: dense "
         "matrix products, TFLOP/s."
     ]
-    return words("Roofline", setting, records, notes), records
+    return about("Roofline", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme) -> Figure | None:
-    """None without a ceiling to draw."""
+def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+    """Slopes, flats, and a marker a case and contender."""
     slopes, flats = list(memory(setting)), list(compute(setting))
-    if not slopes and not flats:
-        return None
     found = marks(setting, theme)
     figure, [axes] = sheet(1, 1, 6.2)
     rates = [(p.record.flops / p.record.bytes, p.record.flops / p.us / 1e6) for p in setting.points]
@@ -89,7 +88,7 @@ def draw(setting: Setting, theme: Theme) -> Figure | None:
         )
         axes.plot(x, y, **dot(series, found))
     handles += legend(found, setting.points)
-    frame(figure, describe(setting)[0], theme, handles, right=1.75 if flats else 0.3)
+    frame(figure, words, theme, handles, right=1.75 if flats else 0.3)
     return figure
 
 

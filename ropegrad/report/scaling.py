@@ -10,38 +10,39 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ropegrad.records import Record
 from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet
-from ropegrad.report.marks import Marks, dot, legend, marks, used, words
+from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
 from ropegrad.report.rows import SUITES, Point, Setting
 
 
 def comparable(setting: Setting, op: str) -> list[Point]:
-    """The points of the commonest numbers of heads: others cost more or less per token."""
+    """The points of the commonest numbers of heads, as others cost more or less a token.
+
+    None unless they have at least two sizes.
+    """
     points = setting.of(op)
     common = Counter(point.heads for point in points).most_common(1)
-    return [point for point in points if common and point.heads == common[0][0]]
+    found = [point for point in points if common and point.heads == common[0][0]]
+    return found if len({point.tokens for point in found}) > 1 else []
 
 
-def describe(setting: Setting) -> tuple[Words, list[Record]]:
-    """Title and records."""
+def describe(setting: Setting) -> About | None:
+    """Title and records; none where all cases have one size."""
     points = [point for op in SUITES for point in comparable(setting, op)]
     notes = ["Where several cases have as many tokens, the line goes through their median."]
-    return words("Time against tokens", setting, used(points), notes), used(points)
+    return about("Time against tokens", setting, used(points), notes)
 
 
-def draw(setting: Setting, theme: Theme) -> Figure | None:
-    """None where no operation has cases of at least two sizes."""
-    found = [op for op in SUITES if len({point.tokens for point in comparable(setting, op)}) > 1]
-    if not found:
-        return None
+def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+    """A panel an operation."""
+    found = [op for op in SUITES if comparable(setting, op)]
     known = marks(setting, theme)
     figure, axes = sheet(1, len(found), 5.6)
     for place, op in zip(axes, found, strict=True):
         _panel(place, theme, setting, op, known)
     handles = legend(known, [point for op in found for point in comparable(setting, op)])
     handles.append(Line2D([], [], color=theme.ink, linestyle="--", label="measured ceiling, each precision"))
-    frame(figure, describe(setting)[0], theme, handles, between=(0.22, 0.4))
+    frame(figure, words, theme, handles, between=(0.22, 0.4))
     return figure
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ropegrad.records import Record
-from ropegrad.report.canvas import Theme, Words, frame, sheet
-from ropegrad.report.marks import dot, marks, used, words
+from ropegrad.report.canvas import WIDTH, Theme, Words, frame, sheet
+from ropegrad.report.marks import About, about, dot, marks, used
 from ropegrad.report.published import Prediction, limit_us, predict, published
 from ropegrad.report.rows import SUITES, Setting
 from ropegrad.report.summary import Line, lines
 from ropegrad.suites import SUITES as WORKLOADS
 
+LEFT, RIGHT = 2.15, 0.2  # margins, inches
 SHOWN = 5  # published records by name; all are in the page's table
 
 
@@ -31,8 +32,8 @@ def ours(setting: Setting, op: str) -> list[Line]:
     ]
 
 
-def describe(setting: Setting) -> tuple[Words, list[Record]]:
-    """Title and records."""
+def describe(setting: Setting) -> About | None:
+    """Title and records; none where no suite of ours is complete."""
     shown = {op: {line.series for line in ours(setting, op)} for op in SUITES}
     records = used(p for op in SUITES for p in setting.of(op) if p.series in shown[op])
     one = published()["rope"]
@@ -45,15 +46,13 @@ def describe(setting: Setting) -> tuple[Words, list[Record]]:
     notes += [
         f"Prediction, {op}: {found.basis}." for op in SUITES if (found := predict(setting, op)) is not None
     ]
-    return words("Published records, ours, and a prediction", setting, records, notes), records
+    return about("Published records, ours, and a prediction", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme) -> Figure | None:
-    """None where no suite of ours is complete."""
+def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+    """A column an operation; published, measured and predicted are places of their own."""
     found = {op: ours(setting, op) for op in SUITES}
     found = {op: own for op, own in found.items() if own}
-    if not found:
-        return None
     most = max(len(own) for own in found.values())
     guesses = {op: predict(setting, op) for op in found}
     heights = [SHOWN + 1, most + 0.5, *([1.5] if any(guesses.values()) else [])]
@@ -72,7 +71,7 @@ def draw(setting: Setting, theme: Theme) -> Figure | None:
             place.tick_params(axis="y", length=0, labelsize=8)
             place.grid(axis="y", visible=False)
         mine[-1].set_xlabel(f"{op}: % of the datasheet's limit")
-    frame(figure, describe(setting)[0], theme, left=2.15, between=(1.0, 0.62))
+    frame(figure, words, theme, left=LEFT, right=RIGHT, between=(1.0, 0.62))
     return figure
 
 
@@ -120,8 +119,11 @@ def _predicted(axes: Axes, theme: Theme, op: str, found: Prediction | None) -> N
     )
 
 
-def _rows(axes: Axes, title: str, names: list[str]) -> None:
+def _rows(axes: Axes, title: str, names: Sequence[str]) -> None:
     """The title begins left of the axes, above the names."""
-    axes.set_title(title, x=-0.84)
+    grid = axes.get_gridspec()
+    columns = grid.ncols if grid is not None else 1
+    width = (WIDTH - LEFT - RIGHT) / (2 * columns - 1)  # between two columns is as much as one
+    axes.set_title(title, x=(0.15 - LEFT) / width)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)

@@ -11,7 +11,7 @@ from ropegrad.records import Record
 from ropegrad.report.figures import FIGURES, Drawn, draw, stem
 from ropegrad.report.page import page
 from ropegrad.report.rows import Setting, settings, shown
-from ropegrad.report.tables import document
+from ropegrad.report.tables import document, published_best
 
 PAGE, TABLES = "index.html", "tables.md"
 
@@ -51,7 +51,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / PAGE, folder / TABLES]
     _replace(written[0], page(every, drawn, command).encode())
-    _replace(written[1], document(every).encode())
+    _replace(written[1], f"{document(every)}\n{published_best()}".encode())
     for setting, figures_of in drawn:
         for one in figures_of:
             written += write_pictures(one, folder, stem(setting.device))

@@ -7,9 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ropegrad.records import Record
 from ropegrad.report.canvas import Theme, Words, frame, sheet
-from ropegrad.report.marks import Marks, dot, legend, marks, used, words
+from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
 from ropegrad.report.rows import SUITES, Point, Series, Setting
 
 Panel = tuple[str, Series, list[Point]]
@@ -44,8 +43,8 @@ def rivals(setting: Setting, panel: Panel) -> dict[Series, list[Point]]:
     return {series: points for series, points in found.items() if points}
 
 
-def describe(setting: Setting) -> tuple[Words, list[Record]]:
-    """Title and records."""
+def describe(setting: Setting) -> About | None:
+    """Title and records; none if nothing of ours has a ceiling."""
     found = panels(setting)
     records = used(
         p for panel in found for points in (panel[2], *rivals(setting, panel).values()) for p in points
@@ -62,14 +61,12 @@ def describe(setting: Setting) -> tuple[Words, list[Record]]:
         "the bare matrix products that keep the same promise (qkv: IEEE float32 for highest, else the faster "
         "of TF32 and fp16)."
     )
-    return words("Share of the ceiling, by case", setting, records, notes), records
+    return about("Share of the ceiling, by case", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme) -> Figure | None:
-    """None if nothing of ours has a ceiling."""
+def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+    """A panel an operation and precision."""
     found = panels(setting)
-    if not found:
-        return None
     known, columns = marks(setting, theme), min(2, len(found))
     rows = -(-len(found) // columns)
     longest = max(len(points) for _, _, points in found)
@@ -86,7 +83,7 @@ def draw(setting: Setting, theme: Theme) -> Figure | None:
         Patch(facecolor="none", edgecolor=theme.ink, label="ropegrad, of the datasheet"),
     ]
     handles += legend(known, beside)
-    frame(figure, describe(setting)[0], theme, handles, left=1.55, between=(0.62, 0.85 / tall), columns=2)
+    frame(figure, words, theme, handles, left=1.55, between=(0.62, 0.85 / tall), columns=2)
     return figure
 
 
