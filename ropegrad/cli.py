@@ -303,6 +303,31 @@ def bench(
 
 
 @app.command
+def report(
+    *records: Path,
+    out: Annotated[Path, cyclopts.Parameter(name=["--out", "-o"])],
+    protocol: Literal["graph", "wall", "span/cupti", "span/events"] | None = None,
+) -> int:
+    """Figures, tables and one page (index.html, no network needed) from files of records.
+
+    Every picture is written for light and dark backgrounds; tables.md holds the tables for a README.
+
+    Parameters
+    ----------
+    records
+        Files of records: one JSON line a measured case.
+    out
+        The folder to write into; it is made if need be.
+    protocol
+        Which protocol's times the figures show; default: of each device graph, else wall, else span. The
+        tables show all.
+    """
+    from ropegrad.report.terminal import report as write
+
+    return write(Screen(), records, out, protocol)
+
+
+@app.command
 def info() -> int:
     """Versions, devices, BLAS, and which backends can run here and why the others cannot."""
     from ropegrad.info import info as gather
