@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ropegrad import target_report
 from ropegrad.errors import SpecError
-from ropegrad.verify.battery import battery, beyond, size, suite
+from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import Broken, Examination, contract_lines, examine
 from ropegrad.verify.process import Process
@@ -63,7 +63,7 @@ class Reports:
         smallest = min(seen.broken, key=lambda one: size(one.recipe))
         cases = [smallest.recipe.case(), smallest.recipe.case(other=1)]
         try:
-            text = script(target, contract, cases, smallest.faults[0], 10 * limits.timeout)
+            text = script(target, contract, cases, smallest.faults[0], 10 * limits.timeout, seen.allowance)
         except SpecError as error:
             console.print(str(error), style="yellow", highlight=False, markup=False)
             return
@@ -90,13 +90,13 @@ def verify(
             if name != contract.op:
                 raise SpecError(f"--suite {name} is not of --op {contract.op}")
             recipes += suite(name, contract, domain)
-        strange = beyond(contract, domain)
+        strange, more = beyond(contract, domain), property_recipes(contract, domain)
         show_heading(console, target, contract, domain)
         with (
             Process(target, contract, timeout=limits.timeout, memory=limits.nbytes) as process,
-            _progress(console, len(recipes) + len(strange)) as progress,
+            _progress(console, len(recipes) + len(strange) + len(more)) as progress,
         ):
-            seen = examine(process, recipes, domain, progress, strange)
+            seen = examine(process, recipes, domain, progress, strange, more)
     except (NoTarget, SpecError, OSError) as error:
         return refuse(console, error), None
     seconds = time.perf_counter() - start

@@ -65,7 +65,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 small = ("-m", "ropegrad", "verify", "--quick", "--backend", name)
                 yield Step(f"{tool} {name}", name, small, sanitizer)
     if stage == "time":
-        for suite in (*SUITES, "limits"):
+        for suite in (*SUITES, "rope-qk", "limits"):
             timed = (
                 "-m",
                 "ropegrad.bench.suite_terminal",

@@ -10,7 +10,7 @@ from test_cli import run
 import ropegrad
 from ropegrad.verify import Contract, Domain, assert_gradients
 from ropegrad.verify.assertion import sentences
-from ropegrad.verify.battery import battery
+from ropegrad.verify.battery import battery, property_recipes
 from ropegrad.verify.calling import FORWARD_VALUES
 from ropegrad.verify.examine import Examination, broken_rules, contract_lines, examine
 from ropegrad.verify.forward import forward_standard
@@ -87,7 +87,9 @@ def test_a_right_torch_forward_is_right(kernels):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_eager_half_precision_is_a_contract_and_no_fault(kernels, dtype):
     contract = replace(FORWARD, dtype=dtype, table_dtype=dtype)
-    seen = examine(Here(kernels.rope, contract), battery(contract, SMALL), SMALL, lambda what: None)
+    more = property_recipes(contract, SMALL)
+    runner = Here(kernels.rope, contract)
+    seen = examine(runner, battery(contract, SMALL), SMALL, lambda what: None, properties=more)
     assert seen.status == 0, sentences(seen)
     assert ("rounding", "at every step") in contract_lines(seen)
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from test_cli import run
 
 from ropegrad.verify import Domain, assert_gradients, check, repro
+from ropegrad.verify.battery import suite
 from ropegrad.verify.campaign import Jobs
 from ropegrad.verify.process import Process
 from ropegrad.verify.recipe import Recipe
@@ -289,3 +290,31 @@ def test_assert_gradients_says_what_is_wrong():
 def test_the_strategies_serve_a_test_of_ones_own(case):
     assert case.spec.heads // case.spec.kv_heads in (1, 4)
     assert check(case, run_backend).passed
+
+
+# ---- large problems ------------------------------------------------------------------------------------
+
+
+def test_a_fault_in_a_large_problem_is_shown_at_its_token():
+    def late(*arrays):
+        results = kernels.rope_backward(*arrays)
+        results[0][:, 3, 1500, 7] += 1
+        return results
+
+    spec = CONTRACT.spec(batch=1, heads=8, kv_heads=2, seq=2000, head_dim=64, rotary_dim=64)
+    (fault,) = attempt(Here(late, CONTRACT), Recipe(spec)).faults
+    assert fault.axes == (("batch", 0), ("head", 3), ("token", 1500), ("channel", 7))
+    assert "at batch 0, head 3, token 1500, channel 7" in fault.message
+
+
+@pytest.mark.parametrize("op", ["rope", "qkv"])
+def test_the_suites_are_put_to_targets_with_both_draws_in_turn(op):
+    recipes = suite(op, Contract(op=op), Domain())
+    assert len(recipes) == 16
+    first, second = recipes[0].case(), recipes[0].case(other=1)
+    up = "grad_q_embed" if op == "rope" else "grad_query"
+    assert abs(first.inputs[up]).max() > 1 > 1e-4 > abs(second.inputs[up]).max()
+    function = kernels.rope_backward if op == "rope" else kernels.qkv_backward
+    trial = attempt(Here(function, Contract(op=op)), recipes[0])
+    assert trial.status == "right"
+    assert min(trial.bits.values()) > 20

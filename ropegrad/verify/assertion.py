@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from ropegrad.verify.battery import battery
+from ropegrad.verify.battery import battery, property_recipes
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import Examination, broken_rules, examine
 from ropegrad.verify.process import Process
@@ -36,13 +36,18 @@ def assert_gradients(
     contract = contract or Contract(op=op)
     here = nullcontext(Here(function, contract)) if callable(function) else None
     with here or Process(str(function), contract, timeout=timeout) as runner:
-        seen = examine(runner, battery(contract, domain), domain, lambda what: None)
+        properties = property_recipes(contract, domain)
+        seen = examine(runner, battery(contract, domain), domain, _silent, properties=properties)
         if seen.status == 0 and examples:
             seen = _search(runner, domain, examples)
     if seen.status == 2:
         raise AssertionError("the function could not be judged: it declines every problem")
     if seen.status:
         raise AssertionError(sentences(seen))
+
+
+def _silent(what: str) -> None:
+    """No progress is shown."""
 
 
 def _search(runner: Runner, domain: Domain, examples: int) -> Examination:

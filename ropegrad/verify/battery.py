@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ropegrad.spec import QKV_WEIGHTS, ROPE_NEEDS, QkvSpec, RopeSpec
@@ -36,15 +37,27 @@ def beyond(contract: Contract, domain: Domain) -> list[Recipe]:
 
 
 def suite(name: str, contract: Contract, domain: Domain) -> list[Recipe]:
-    """The 16 cases of a suite on both draws of its inputs, those inside the domain."""
+    """The 16 cases of a suite, both draws of its inputs in turn, those inside the domain."""
     found = []
+    first, second = DRAWS[name].values()
     for case, spec in SUITES[name]().items():
-        for draw, (values, tables) in DRAWS[name].items():
-            recipe = Recipe(spec, seed(case, draw), values, tables, name=f"{case} ({draw})")
-            moved = fitted(recipe, contract, replace(domain, head_dim=(), gqa=(), max_tokens=None))
-            if domain.outside(moved) is None:
-                found.append(moved)
+        recipe = Recipe(spec, seed(case, "suite"), *first, name=case, then=second)
+        moved = fitted(recipe, contract, replace(domain, head_dim=(), gqa=(), max_tokens=None))
+        if domain.outside(moved) is None:
+            found.append(moved)
     return sorted(found, key=size)
+
+
+def property_recipes(contract: Contract, domain: Domain) -> list[Recipe]:
+    """Problems with small whole numbers on which properties are checked."""
+    tables = ("normal", "scaled")
+    names = [f"properties, {kind} tables" for kind in tables]
+    make = _rope if contract.op == "rope" else partial(_qkv, hidden_size=6)
+    recipes = [make(name, values="coded", tables=kind) for name, kind in zip(names, tables, strict=True)]
+    if domain.rotary == "any":
+        recipes += [make("properties, partial width", values="coded", rotary_dim=4)]
+    moved = [fitted(recipe, contract, domain) for recipe in recipes]
+    return [recipe for recipe in moved if domain.outside(recipe) is None]
 
 
 def size(recipe: Recipe) -> float:
@@ -55,6 +68,7 @@ def size(recipe: Recipe) -> float:
     if isinstance(recipe.spec, QkvSpec):
         elements += heads * rope.head_dim * (recipe.spec.hidden_size or 0)
     odd = (recipe.values != "normal") + (recipe.memory != "contiguous") + (recipe.tables != "normal")
+    odd += recipe.memory in ("mixed", "movable")
     return elements * (1 + 0.25 * odd) + odd
 
 

@@ -6,6 +6,7 @@ import importlib
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ class Caller:
 
     def __init__(self, function: Function, contract: Contract) -> None:
         self.function, self.contract = function, contract
-        self.kept: list[tuple[str, Array, bytes]] = []
+        self.kept: list[tuple[str, Array, int]] = []
 
     def __call__(self, memory: Bytes, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
         """Call with the arena's arrays: `order` names the arguments, `names` the outputs.
@@ -98,13 +99,17 @@ class Caller:
         if place.shares and not given:
             _aliases(arrays, inputs, self.kept, answer)
         for name, array, old in self.kept:
-            if to_numpy(array).tobytes() != old:
+            if _digest(array) != old:
                 text = f"{name} of the last call changed during this one: both are the same memory"
                 answer.notes.append(("stale output", name, text))
         shared = {name for _, name, _ in answer.notes}  # with an input, say: that has been said
         self.kept = []
         if not given and self.contract.of == "backward":
-            self.kept = [(n, x, to_numpy(x).tobytes()) for n, x in arrays.items() if n not in shared]
+            self.kept = [(n, x, _digest(x)) for n, x in arrays.items() if n not in shared]
+
+
+def _digest(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
 
 
 def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:
@@ -133,7 +138,7 @@ def _where(error: BaseException) -> str:
 
 
 def _aliases(
-    arrays: dict[str, Array], inputs: dict[str, Array], kept: list[tuple[str, Array, bytes]], answer: Answer
+    arrays: dict[str, Array], inputs: dict[str, Array], kept: list[tuple[str, Array, int]], answer: Answer
 ) -> None:
     """Notes for outputs that share memory with an input or with one another."""
     seen: dict[str, Array] = {}

@@ -81,13 +81,17 @@ def excuses(domain: Domain, failed: list[Recipe], passed: list[Recipe]) -> list[
     dims = {recipe.rope.head_dim for recipe in passed} - {recipe.rope.head_dim for recipe in failed}
     ratios = {_ratio(recipe) for recipe in passed} - {_ratio(recipe) for recipe in failed} - {0}
     shortest = min((recipe.rope.seq for recipe in failed), default=0)
-    offers = [
+    simple = [
+        replace(domain, rotary="full"), replace(domain, empty="no"),
         replace(domain, strides="contiguous"), replace(domain, tables="equal-halves"),
-        replace(domain, empty="no"), replace(domain, rotary="full"),
     ]  # fmt: skip
-    offers += [replace(domain, gqa=tuple(sorted(ratios)))] if ratios else []
-    offers += [replace(domain, max_tokens=shortest - 1)] if shortest > 1 else []
-    offers += [replace(domain, head_dim=tuple(sorted(dims)))] if dims else []
+    lists = [replace(domain, max_tokens=shortest - 1)] if shortest > 1 else []
+    lists += [replace(domain, gqa=tuple(sorted(ratios)))] if ratios else []
+    lists += [replace(domain, head_dim=tuple(sorted(dims)))] if dims else []
+    return _fitting(domain, simple, failed, passed) or _fitting(domain, lists, failed, passed)
+
+
+def _fitting(domain: Domain, offers: list[Domain], failed: list[Recipe], passed: list[Recipe]) -> list[str]:
     found = []
     for offer in offers:
         reasons = {offer.outside(recipe) for recipe in failed}

@@ -12,6 +12,7 @@ from ropegrad.verify.battery import size
 from ropegrad.verify.case import Case, NumpyArray
 from ropegrad.verify.diagnosis import diagnose, is_small
 from ropegrad.verify.domain import EQUAL, Domain, excuses, is_empty
+from ropegrad.verify.properties import property_faults
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.ruling import FLUSHES, LOW, ROUNDS, RULES, WRONG, Fault
 from ropegrad.verify.target import Contract
@@ -52,6 +53,12 @@ class Examination:
     broken: list[Broken] = field(default_factory=list)
 
     @property
+    def allowance(self) -> tuple[str, ...]:
+        """What its arithmetic does and may do, as seen where it was right."""
+        facts = set().union(*(trial.contract for trial in self.trials if trial.status == "right"))
+        return tuple(word for word in (FLUSHES, ROUNDS) if word in facts)
+
+    @property
     def status(self) -> int:
         """0 right, 1 wrong, 2 could not be judged: it declined everything."""
         judged = [trial for trial in self.trials if trial.status != "declined"]
@@ -69,8 +76,13 @@ def examine(
     domain: Domain,
     progress: Progress,
     beyond: Iterable[Recipe] = (),
+    properties: Iterable[Recipe] = (),
 ) -> Examination:
-    """Put the problems to a target; `progress` is told each that is about to start."""
+    """Put the problems to a target; `progress` is told each that is about to start.
+
+    beyond: problems outside its domain; properties: problems on which properties are checked, without the
+    oracle, of a target that the oracle finds right.
+    """
     seen = Examination(runner.contract, domain)
     for recipe in recipes:
         if _enough(seen.trials):
@@ -84,6 +96,12 @@ def examine(
             seen.outside.append(attempt(runner, recipe, stop=True))
             if _enough(seen.outside):
                 break
+    if not _enough(seen.trials) and not any(trial.faults for trial in seen.trials):
+        for recipe in properties:
+            progress(recipe.name)
+            faults, calls = property_faults(runner, recipe, seen.allowance)
+            trial = Trial(recipe, "wrong" if faults else "right", faults, calls=calls)
+            seen.trials.append(trial)
     everything = (*seen.trials, *seen.outside)
     seen.problems, seen.all_calls = len(seen.trials), sum(trial.calls for trial in everything)
     seen.declined = sum(trial.status == "declined" for trial in seen.trials)

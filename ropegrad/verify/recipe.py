@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,10 @@ from ropegrad.verify.draws import make_case
 
 @dataclass(frozen=True)
 class Recipe:
-    """A spec, kinds of data (keys of draws.VALUES, TABLES, MEMORY) and a seed."""
+    """A spec, kinds of data (keys of draws.VALUES, TABLES, MEMORY) and a seed.
+
+    then: values and tables of the second draw, if they are others.
+    """
 
     spec: RopeSpec | QkvSpec
     seed: int = 0
@@ -21,11 +25,13 @@ class Recipe:
     tables: str = "normal"
     memory: str = "contiguous"
     name: str = ""
+    then: tuple[str, str] | None = None
 
     def case(self, other: int = 0) -> Case:
-        """The case; with `other`, another draw of the same kinds."""
+        """The case; with `other`, the second draw."""
+        values, tables = (self.values, self.tables) if not other or self.then is None else self.then
         return make_case(
-            self.spec, self.seed + other, values=self.values, tables=self.tables, memory=self.memory,
+            self.spec, self.seed + other, values=values, tables=tables, memory=self.memory,
             name=self.name or str(self),
         )  # fmt: skip
 
@@ -44,7 +50,6 @@ class Recipe:
         return f"{sizes}, {self.values} values, {self.tables} tables, {self.memory} memory"
 
 
-def contiguous(case: Case) -> Case:
-    """The same values in contiguous memory."""
-    inputs = {name: None if x is None else np.array(x, order="C") for name, x in case.inputs.items()}
-    return replace(case, inputs=inputs)
+def contiguous(case: Case, names: Iterable[str]) -> Case:
+    """The same values, those of the inputs named in contiguous memory."""
+    return replace(case, inputs=case.inputs | {n: np.array(case.inputs[n], order="C") for n in names})

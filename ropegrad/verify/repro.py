@@ -29,7 +29,14 @@ Exits with 1 while the fault is there and 0 once it is gone. Needs NumPy and the
 '''
 
 
-def script(target: str, contract: Contract, cases: list[Case], fault: Fault, seconds: float) -> str:
+def script(
+    target: str,
+    contract: Contract,
+    cases: list[Case],
+    fault: Fault,
+    seconds: float,
+    allowance: tuple[str, ...] = (),
+) -> str:
     """The text of the script: the fault in words, the problems with exact results and bounds, the checks.
 
     Raises SpecError where there is no such script: arrays that are not NumPy's, or too many of them.
@@ -46,13 +53,13 @@ def script(target: str, contract: Contract, cases: list[Case], fault: Fault, sec
     )  # fmt: skip
     body = (Path(__file__).parent / "repro_body.py").read_text(encoding="utf-8")
     body = body[body.index("from __future__") :]
-    calls = "".join(_call(case, contract) for case in cases)
+    calls = "".join(_call(case, contract, allowance) for case in cases)
     data = f"\n\nnan, inf = np.nan, np.inf\nTARGET = {absolute!r}\nCALLS = [\n{calls}]\n"
     end = f"\nif __name__ == '__main__':\n    sys.exit(main(TARGET, CALLS, {contract.dps}, {seconds!r}))\n"
     return f"{head}{body}{data}{end}"
 
 
-def _call(case: Case, contract: Contract) -> str:
+def _call(case: Case, contract: Contract, allowance: tuple[str, ...]) -> str:
     lines = ["    {\n        'inputs': {\n"]
     lines += [f"            {n!r}: {_input(x)},\n" for n, x in case.inputs.items() if x is not None]
     lines.append("        },\n")
@@ -61,7 +68,7 @@ def _call(case: Case, contract: Contract) -> str:
     exact: dict[str, NumpyArray] = {}
     bound: dict[str, NumpyArray] = {}
     state: dict[str, NumpyArray] = {}
-    for rule, names in standards(case, contract):
+    for rule, names in standards(case, contract, allowance):
         for name in names:
             exact[name], low = rule.exact[name].value, rule.exact[name].low
             bound[name] = rule.bound[name] + (0.0 if low is None else np.abs(low))

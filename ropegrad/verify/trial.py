@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -10,9 +11,10 @@ import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.arena import Bytes, Plan, fill, plan, trespasses, view
-from ropegrad.verify.calling import FORWARD_VALUES, UPSTREAM, Answer, Caller, Function
-from ropegrad.verify.case import Case, NumpyArray
+from ropegrad.verify.arena import Bytes, Plan, fill, plan, same_bytes, trespasses, view
+from ropegrad.verify.calling import FORWARD_VALUES, Answer, Caller, Function
+from ropegrad.verify.case import Case, NumpyArray, token_slices
+from ropegrad.verify.check import SLICE
 from ropegrad.verify.forward import forward_shapes, forward_standard
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.recipe import Recipe, contiguous
@@ -96,7 +98,7 @@ def attempt(runner: Runner, recipe: Recipe, *, stop: bool = False) -> Trial:
     earlier: dict[str, NumpyArray | None] = {}
     results: list[Answer] = []
     for case, poison in ((first, "number"), (second, "nan"), (first, "number")):
-        answer = _perform(runner, case, poison, trial)
+        answer = perform(runner, case, poison, trial)
         if answer is None:
             return trial
         if len(results) == 2 and _same(answer.outputs, results[0].outputs):
@@ -118,7 +120,7 @@ def output_forms(case: Case, contract: Contract) -> dict[str, tuple[tuple[int, .
     return forms | (forward_shapes(case) if contract.of == "forward" else {})
 
 
-def _perform(runner: Runner, case: Case, poison: str, trial: Trial) -> Answer | None:
+def perform(runner: Runner, case: Case, poison: str, trial: Trial) -> Answer | None:
     """One call; None where there is nothing to judge: the trial says why."""
     contract, forms = runner.contract, output_forms(case, runner.contract)
     given = [(name, _room(case, name, *form)) for name, form in forms.items()] if contract.dps else []
@@ -155,10 +157,13 @@ def _room(case: Case, name: str, shape: tuple[int, ...], dtype: str) -> NumpyArr
 
 
 def _same(one: dict[str, NumpyArray | None], other: dict[str, NumpyArray | None]) -> bool:
-    def bits(outputs: dict[str, NumpyArray | None]) -> dict[str, tuple[object, ...] | None]:
-        return {n: None if x is None else (x.shape, x.dtype, x.tobytes()) for n, x in outputs.items()}
+    def same(x: NumpyArray | None, y: NumpyArray | None) -> bool:
+        if x is None or y is None:
+            return x is y
+        words = (np.ascontiguousarray(z).reshape(-1).view(np.uint8) for z in (x, y))
+        return x.shape == y.shape and x.dtype == y.dtype and same_bytes(*words)
 
-    return bits(one) == bits(other)
+    return one.keys() == other.keys() and all(same(x, other[name]) for name, x in one.items())
 
 
 def _judge(
@@ -177,17 +182,45 @@ def _judge(
             trial.add(fault)
         elif got is not None:
             sound[name] = got
-    for rule, names in standards(case, runner.contract):
-        for name in names:
-            if name in sound:
-                _judge_values(runner, rule, name, sound[name], earlier.get(name), poison, trial)
+    for part, mine, before in _parts(case, sound, earlier):
+        for rule, names in standards(part, runner.contract):
+            for name in names:
+                if name in mine:
+                    _judge_values(runner, rule, name, mine[name], before.get(name), poison, trial)
 
 
-def standards(case: Case, contract: Contract) -> list[tuple[Standard, tuple[str, ...]]]:
+Outputs = dict[str, NumpyArray]
+
+
+def _parts(
+    case: Case, sound: Outputs, earlier: Mapping[str, NumpyArray | None]
+) -> Iterator[tuple[Case, Outputs, Outputs]]:
+    """A case with its outputs and those of the call before; a large one of RoPE in runs of tokens."""
+    spec = case.spec
+    before = {n: x for n, x in earlier.items() if x is not None and n in sound and x.shape == sound[n].shape}
+    tokens = SLICE
+    if isinstance(spec, RopeSpec):
+        token = spec.batch * ((spec.heads or 0) + (spec.kv_heads or 0)) * spec.head_dim
+        tokens = max(SLICE // max(token, 1), 1)
+    if not isinstance(spec, RopeSpec) or tokens >= spec.seq:
+        yield case, sound, before
+        return
+    labels = {("got", n): x for n, x in sound.items()} | {("before", n): x for n, x in before.items()}
+    start = 0
+    for part, sliced in token_slices(case, labels, tokens):
+        mine = {name: x for (whose, name), x in sliced.items() if whose == "got"}
+        theirs = {name: x for (whose, name), x in sliced.items() if whose == "before"}
+        yield replace(part, first_token=start), mine, theirs
+        start += tokens
+
+
+def standards(
+    case: Case, contract: Contract, allowance: tuple[str, ...] = ()
+) -> list[tuple[Standard, tuple[str, ...]]]:
     """The standards of a case and the outputs that each is about: gradients, and a forward's values."""
-    found = [(standard(case, expected(case)), case.outputs)]
+    found = [(standard(case, expected(case), allowance), case.outputs)]
     if contract.of == "forward":
-        found.append((forward_standard(case), FORWARD_VALUES[contract.op]))
+        found.append((forward_standard(case, allowance), FORWARD_VALUES[contract.op]))
     return found
 
 
@@ -232,35 +265,28 @@ def _allowance(rule: Standard, name: str, got: NumpyArray) -> tuple[str, ...]:
 
 def _blame_strides(runner: Runner, rule: Standard, name: str, fault: Fault) -> Fault:
     """The fault under another name if the same values in contiguous memory come out right."""
-    arrays = [x for x in rule.case.inputs.values() if x is not None]
-    if all(x.flags.c_contiguous and x.flags.aligned for x in arrays):
+    strided = [n for n, x in rule.case.inputs.items() if x is not None and not _is_plain(x)]
+    if not strided or rule.case.first_token or not _right(runner, rule, name, contiguous(rule.case, strided)):
         return fault
-    twin = contiguous(rule.case)
-    answer = _perform(runner, twin, "nan", Trial(Recipe(rule.case.spec)))
-    got = None if answer is None else answer.outputs.get(name)
-    if got is None or got.shape != rule.exact[name].value.shape or rule.worst(name, got) > 1:
-        return fault
-    text = f"{fault.message}; right where the same values are contiguous ({_layouts(rule.case)})"
+    alone = [n for n in strided if _right(runner, rule, name, contiguous(rule.case, [n]))]
+    words = ", ".join(_layout(n, rule.case.inputs[n]) for n in alone[:1] or strided)
+    text = f"{fault.message}; right where that is contiguous: {words}"
     return replace(fault, rule="depends on strides or alignment", message=text)
 
 
-def _layouts(case: Case) -> str:
-    """Which inputs are not contiguous, and how."""
-    words = []
-    for name, x in case.inputs.items():
-        if x is not None and not x.flags.aligned:
-            words.append(f"{name} is misaligned")
-        elif x is not None and not x.flags.c_contiguous:
-            words.append(f"{name} has strides {[step // x.itemsize for step in x.strides]}")
-    return ", ".join(words)
+def _is_plain(x: NumpyArray) -> bool:
+    return bool(x.flags.c_contiguous and x.flags.aligned)
 
 
-def order_of(case: Case, contract: Contract) -> list[str]:
-    """Names of the arguments of a target, in order."""
-    skipped = UPSTREAM[contract.op] if contract.of == "forward" else ()
-    return [name for name in case.inputs if name not in skipped]
+def _right(runner: Runner, rule: Standard, name: str, case: Case) -> bool:
+    """Whether an output is right for a case of the same values."""
+    answer = perform(runner, case, "nan", Trial(Recipe(case.spec)))
+    got = None if answer is None else answer.outputs.get(name)
+    return got is not None and got.shape == rule.exact[name].value.shape and rule.worst(name, got) <= 1
 
 
-def is_rope(case: Case) -> bool:
-    """Whether the case is of operation rope."""
-    return isinstance(case.spec, RopeSpec)
+def _layout(name: str, x: NumpyArray | None) -> str:
+    assert x is not None
+    if not x.flags.aligned:
+        return f"{name} is misaligned"
+    return f"{name} has strides {[step // x.itemsize for step in x.strides]}"
