@@ -23,7 +23,8 @@ from typing import Any
 import cupy
 
 from ropegrad.arrays import nbytes, numpy_dtype
-from ropegrad.backends.cupy_fused import Bound, describe, l2_of
+from ropegrad.backends.cupy_fused import describe
+from ropegrad.backends.rope_bound import Bound, l2_of
 from ropegrad.backends.rope_config import Config
 from ropegrad.backends.rope_launch import prepare, wanted
 from ropegrad.backends.rope_memory import NAMES, Memory, array_of, dense_memory

@@ -12,7 +12,8 @@ from typing import Any
 from ropegrad.arrays import Array
 from ropegrad.backends import choose, find
 from ropegrad.backends.base import Inputs
-from ropegrad.backends.cupy_fused import bound, explain_dense
+from ropegrad.backends.cupy_fused import explain_dense
+from ropegrad.backends.rope_bound import bound
 from ropegrad.calls import rope_spec
 from ropegrad.cost import rope_cost
 from ropegrad.errors import SpecError

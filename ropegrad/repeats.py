@@ -11,7 +11,7 @@ import numpy as np
 
 from ropegrad.arrays import Array
 from ropegrad.backends.base import Inputs
-from ropegrad.backends.cupy_fused import Filled, bound
+from ropegrad.backends.rope_bound import Filled, bound
 from ropegrad.spec import RopeSpec
 
 MOST = 4096  # calls that are remembered; then all are forgotten
