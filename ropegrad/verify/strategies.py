@@ -44,7 +44,7 @@ def qkv_specs(draw: st.DrawFn, *, dtypes: tuple[str, ...] = DTYPES) -> QkvSpec:
 def cases(
     draw: st.DrawFn,
     specs: st.SearchStrategy[RopeSpec | QkvSpec],
-    memory: st.SearchStrategy[str] = st.sampled_from((*draws.MEMORY, "mixed")),  # noqa: B008
+    memory: st.SearchStrategy[str] = st.sampled_from((*MEMORY, "mixed")),  # noqa: B008
 ) -> Case:
     """A case of a spec drawn from `specs`: values and tables of every kind, `memory` of every kind too."""
     return draws.make_case(
