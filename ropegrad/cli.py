@@ -266,6 +266,68 @@ def limits(
 
 
 @app.command
+def bench(
+    *,
+    suite: Literal["headline", "rope", "qkv"] = "headline",
+    case: str | None = None,
+    threads: int | None = None,
+    samples: int = 15,
+    json: Annotated[
+        Path | None, cyclopts.Parameter(help="Write the records to this file, one a line.")
+    ] = None,
+    commit: str | None = None,
+) -> int:
+    """How fast the CPU backends are, beside a copy of the same bytes and beside NumPy, PyTorch and JAX.
+
+    Everything is checked before it is timed; then all take turns, on equally many threads. Exit status: 0, or
+    1 if a backend of ropegrad is wrong, or 2 if nothing could be measured.
+
+    Parameters
+    ----------
+    suite
+        Four cases, or the 16 of benchmark problem 068 (rope) or 064 (qkv).
+    case
+        Only the case of this name.
+    threads
+        For each contender; default: a thread a core that this process may use.
+    samples
+        Calls that are timed of each contender; the median is shown.
+    commit
+        Recorded as the code's commit; default: what git says.
+    """
+    from ropegrad.bench.cpu_terminal import show
+    from ropegrad.tiles import cores
+
+    count = cores() if threads is None else threads
+    return show(Screen(), suite, case=case, threads=count, samples=samples, json_file=json, commit=commit)
+
+
+@app.command
+def report(
+    *records: Path,
+    out: Annotated[Path, cyclopts.Parameter(name=["--out", "-o"])],
+    protocol: Literal["graph", "wall", "span/cupti", "span/events"] | None = None,
+) -> int:
+    """Figures, tables and one page (index.html, no network needed) from files of records.
+
+    Every picture is written for light and dark backgrounds; tables.md holds the tables for a README.
+
+    Parameters
+    ----------
+    records
+        Files of records: one JSON line a measured case.
+    out
+        The folder to write into; it is made if need be.
+    protocol
+        Which protocol's times the figures show; default: of each device graph, else wall, else span. The
+        tables show all.
+    """
+    from ropegrad.report.terminal import report as write
+
+    return write(Screen(), records, out, protocol)
+
+
+@app.command
 def info() -> int:
     """Versions, devices, BLAS, and which backends can run here and why the others cannot."""
     from ropegrad.info import info as gather

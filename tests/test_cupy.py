@@ -106,9 +106,8 @@ def test_cupy_arrays_go_to_cupy_fused_and_the_answer_is_cupys(cupy):
     arrays = [to_namespace(x, "cupy") for x in make_case(ROPE, 1).inputs.values()]
     said = rg.explain("rope_backward", *arrays)
     assert said.backend == "cupy_fused"
-    assert "one pass of rope_backward.cu computing in float32, 16 bytes an access; copies nothing" in str(
-        said
-    )
+    assert "one pass of rope_backward.cu computing in float32" in str(said)
+    assert "copies nothing" in str(said)
     assert "cupy_fused is preferred" in said.why_not["cupy_plain"]
     assert all(isinstance(grad, cupy.ndarray) for grad in rg.rope_backward(*arrays))
 

@@ -119,5 +119,5 @@ def test_the_steps_of_every_stage():
     assert names == [
         "tests cupy_plain", "verify cupy_plain", "fuzz cupy_plain", "memcheck cupy_plain",
         "racecheck cupy_plain", "initcheck cupy_plain",
-        "time rope", "time qkv", "time rope-qk", "time limits",
+        "time rope", "time qkv", "time rope-qk", "time rope-qk-bshd", "time limits",
     ]  # fmt: skip

@@ -41,7 +41,9 @@ def contenders(spec: Spec, *, rivals: bool) -> Iterator[Contender]:
     if not rivals or importlib.util.find_spec("torch") is None:
         return
     if isinstance(spec, RopeSpec) and set(spec.needs) == {"q", "k"}:
-        yield from _liger()
+        if importlib.util.find_spec("liger_kernel") is not None:
+            bind = partial(_bind_liger, spec.layout == "bshd")
+            yield Contender("liger", "liger", "liger", None, {"in_place": True}, bind)
         return
     yield from _torch(spec)
     if isinstance(spec, RopeSpec) and importlib.util.find_spec("triton") is not None:
@@ -95,21 +97,20 @@ def _bind_triton(inputs: Inputs) -> Call:
     return _on_cupys_stream(rope_backward, _tensors(inputs))
 
 
-def _liger() -> Iterator[Contender]:
-    """Liger-Kernel's rope: gradients of q and k alone, in place, for tables whose halves are equal."""
-    if importlib.util.find_spec("liger_kernel") is not None:
-        yield Contender("liger", "liger", "liger", None, {"in_place": True}, _bind_liger)
+def _bind_liger(own_layout: bool, inputs: Inputs) -> Call:
+    """Liger-Kernel's rope: gradients of q and k alone, in place, for tables whose halves are equal.
 
-
-def _bind_liger(inputs: Inputs) -> Call:
+    It works on [B, S, H, D] in memory, seen as [B, H, S, D]; from any other memory it copies first.
+    """
     from liger_kernel.ops.rope import rope_backward
 
-    gq, gk, cos, sin = _tensors(
-        {name: inputs[name] for name in ("grad_q_embed", "grad_k_embed", "cos", "sin")}
-    )
-    gq, gk = gq.clone(), gk.clone()  # it writes into them: [B, S, H, D] in memory, as it wants them
+    read = ("grad_q_embed", "grad_k_embed", "cos", "sin")
+    gq, gk, cos, sin = _tensors({name: inputs[name] for name in read})
+    gq, gk = gq.clone(), gk.clone()  # it may write into them
 
-    def run(*_: Any) -> Sequence[Any]:
+    def run() -> Sequence[Any]:
+        if not own_layout:
+            return tuple(rope_backward(gq, gk, cos, sin)[:2])
         dq, dk, *_ = rope_backward(gq.transpose(1, 2), gk.transpose(1, 2), cos, sin)
         return dq.transpose(1, 2), dk.transpose(1, 2)
 

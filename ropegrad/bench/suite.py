@@ -30,11 +30,16 @@ from ropegrad.verify.runners import to_namespace, to_numpy
 PROTOCOLS = ("span", "graph")
 
 
+WITHOUT_TABLES = {"rope-qk": "bhsd", "rope-qk-bshd": "bshd"}  # gradients of q and k alone, by layout
+TIMED = (*SUITES, *WITHOUT_TABLES)
+
+
 def timed_suite(name: str) -> dict[str, Spec]:
-    """The cases of "rope", "qkv", or "rope-qk": rope without gradients of tables, as in Liger-Kernel."""
-    if name == "rope-qk":
-        return {case: replace(spec, needs=("q", "k"), layout="bshd") for case, spec in rope_suite().items()}
-    return dict(SUITES[name]())
+    """The cases of one of TIMED; without the tables' gradients Liger-Kernel competes too."""
+    if name not in WITHOUT_TABLES:
+        return dict(SUITES[name]())
+    layout = WITHOUT_TABLES[name]
+    return {case: replace(spec, needs=("q", "k"), layout=layout) for case, spec in rope_suite().items()}
 
 
 # ---- one case ----------------------------------------------------------------------------------------------
@@ -52,7 +57,7 @@ def time_suite(
 
 def time_case(run: Run, op: str, name: str, spec: Spec, samples: Samples, *, rivals: bool) -> list[Record]:
     """Check, tune the ceiling, then all in turns: by span, then by graph."""
-    tables = "llama3" if op == "rope-qk" else "benchmark"
+    tables = "llama3" if op in WITHOUT_TABLES else "benchmark"
     case = make_case(spec, seed(name, "benchmark"), tables=tables, name=name)
     cost = rope_cost(spec) if isinstance(spec, RopeSpec) else qkv_cost(spec)
     first = {key: to_namespace(x, "cupy") for key, x in case.inputs.items() if x is not None}
