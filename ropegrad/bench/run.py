@@ -23,7 +23,9 @@ DECIDES: dict[str, tuple[str, ...]] = {
     "cupy_fused": (
         "backends/cupy_fused.py",
         "backends/rope_*.py",
-        "backends/kernels/*",
+        "backends/kernels/rope_*",
+        "backends/kernels/memory.cuh",
+        "backends/kernels/numbers.cuh",
         *_TIMED,
         *_JUDGED,
     ),
