@@ -8,7 +8,6 @@ from math import gcd
 MOST_SHARED = 48 << 10  # bytes a block has without asking
 MOST_HELD = 400  # bytes of a thread's registers for what it holds, beside addresses and the like
 MOST_LANES = 32
-MOST_SEGMENT = 256  # bytes that a block's lanes read side by side; wider rows are cut into parts
 MOST_THREADS = 512  # then each has 128 registers
 MOST_GROUPS = 64  # threads along z
 MOST_GRID = 65_535  # blocks along y and z
@@ -46,13 +45,12 @@ class Config:
 class Work:
     """What the rule looks at.
 
-    access: bytes of one; lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none
-    are read; batch, seq: what blocks pick their tokens from; thread_bytes: of shared memory that a thread
-    needs, 0 where no table gradient is wanted; held_bytes, row_bytes: of registers that a thread needs for
-    tables and sums, and for each row in flight; moved: bytes in all; l2: bytes of the GPU's L2.
+    lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none are read; batch, seq:
+    what blocks pick their tokens from; thread_bytes: of shared memory that a thread needs, 0 where no table
+    gradient is wanted; held_bytes, row_bytes: of registers that a thread needs for tables and sums, and for
+    each row in flight; moved: bytes in all; l2: bytes of the GPU's L2.
     """
 
-    access: int
     lanes: int
     heads: int
     kv_heads: int
@@ -74,7 +72,7 @@ def choose(work: Work) -> Config:
     would be small does it have several tokens. Without them blocks of any size do. Loads pass L1 by where
     most of what moves stays in L2.
     """
-    lanes = min(work.lanes, MOST_LANES, MOST_SEGMENT // work.access)
+    lanes = min(work.lanes, MOST_LANES)
     rows = next((rows for rows in (4, 2) if work.held_bytes + rows * work.row_bytes <= MOST_HELD), 1)
     threads = 256
     if work.thread_bytes:

@@ -123,7 +123,6 @@ def _work(spec: RopeSpec, vector: int, l2: int) -> Work:
     rotates = "q" in spec.needs or "k" in spec.needs
     thread_slot = kinds * nbytes((1,), spec.compute)
     return Work(
-        access=nbytes((vector,), spec.dtype),
         lanes=max(-(-spec.rotary_dim // (2 * vector)), -(-rest // 4), 1),
         heads=heads, kv_heads=kv_heads, seq=spec.seq, batch=1 if _walks(spec) else spec.batch,
         thread_bytes=slots * thread_slot,
