@@ -80,24 +80,29 @@ def draw(found: list[Record], cases: dict[str, dict[str, Record]], path: Path) -
     bandwidth = max(record.bytes / milliseconds(record) / 1e6 for record in copies)  # GB/s
     roof = max(rate(record) for record in found if record.op == "gemm")
     ridge = roof / bandwidth
-    axes.loglog([0.3, ridge, 3e3], [0.3 * bandwidth, roof, roof], color="black", lw=1)
-    axes.text(0.32, 0.42 * bandwidth, f"copy, {bandwidth:.1f} GB/s", rotation=0, fontsize=8)
-    axes.text(3e3, 1.08 * roof, f"matrix products, {roof:.0f} GFLOP/s", fontsize=8, ha="right")
+    axes.loglog([0.3, ridge, 1e3], [0.3 * bandwidth, roof, roof], color="black", lw=1)
+    axes.text(0.6 * ridge, 0.65 * roof, f"copy, {bandwidth:.1f} GB/s", fontsize=8, ha="right")
+    axes.text(1.1 * ridge, 1.1 * roof, f"matrix products, {roof:.0f} GFLOP/s", fontsize=8)
     for backend, mark in MARKS.items():
         points = [case[backend] for case in cases.values() if backend in case]
         intensity = [record.flops / record.bytes for record in points]
         axes.plot(intensity, list(map(rate, points)), mark, label=backend, fillstyle="none", zorder=3)
-    for name, case in cases.items():
-        best = max((r for b, r in case.items() if b != "copy"), key=rate)
-        axes.axvline(best.flops / best.bytes, color="0.85", lw=0.8, zorder=0)
-        axes.text(best.flops / best.bytes, 0.02, " " + name, rotation=90, fontsize=7, va="bottom",
-                  transform=axes.get_xaxis_transform(), color="0.35")  # fmt: skip
+    for label, place in sorted({_label(r) for case in cases.values() for r in case.values() if r.flops}):
+        axes.axvline(place, color="0.85", lw=0.8, zorder=0)
+        axes.text(place, 1, label, fontsize=8, ha="center", va="bottom",
+                  transform=axes.get_xaxis_transform())  # fmt: skip
     axes.set(xlabel="FLOP / byte (each input read once, each output written once)", ylabel="GFLOP/s",
-             title=f"{found[0].device}, {found[0].options['threads']} threads", xlim=(0.3, 3e3))  # fmt: skip
+             xlim=(0.3, 1e3))  # fmt: skip
+    axes.set_title(f"{found[0].device}, {found[0].options['threads']} threads", fontsize=10, pad=28)
     axes.legend(fontsize=8, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def _label(record: Record) -> tuple[str, float]:
+    geometry = record.spec.get("rope", record.spec)
+    return f"{record.op}\n{geometry['dtype']}", round(record.flops / record.bytes, 3)
 
 
 def main() -> None:
