@@ -87,6 +87,8 @@ def _digest(path: Path) -> str | None:
 
 def write(root: Path = ROOT) -> None:
     """Both anew."""
+    readme = root / "README.md"
+    before, _, after = parts(readme.read_text("utf-8"))
     found, folder = settings(root), root / "analysis" / "figures"
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.png"):
@@ -96,8 +98,6 @@ def write(root: Path = ROOT) -> None:
             drawn = draw(setting, name, COMMAND)
             assert drawn is not None, "a figure that can be described can be drawn"
             write_pictures(drawn, folder, stem(setting.device))
-    readme = root / "README.md"
-    before, _, after = parts(readme.read_text("utf-8"))
     readme.write_text(before + BEGIN + block(found) + END + after, "utf-8")
 
 

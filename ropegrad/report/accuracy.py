@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet
+from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
 from ropegrad.report.rows import SUITES, Point, Setting
 
@@ -27,24 +27,23 @@ def describe(setting: Setting) -> About | None:
     return about("Error against cost", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation."""
     found = [op for op in SUITES if measured(setting, op)]
-    known = marks(setting, theme)
+    known = marks(setting)
     figure, axes = sheet(1, len(found), 5.4)
     for place, op in zip(axes, found, strict=True):
-        _panel(place, theme, setting, op, known)
+        _panel(place, setting, op, known)
     frame(
         figure,
         words,
-        theme,
         legend(known, [p for op in found for p in measured(setting, op)]),
         between=(0.2, 0.4),
     )
     return figure
 
 
-def _panel(axes: Axes, theme: Theme, setting: Setting, op: str, known: Marks) -> None:
+def _panel(axes: Axes, setting: Setting, op: str, known: Marks) -> None:
     times, seen = [], []
     for series, points in setting.series(op).items():
         bits = [point.bits for point in points if point.bits is not None]
@@ -59,10 +58,10 @@ def _panel(axes: Axes, theme: Theme, setting: Setting, op: str, known: Marks) ->
     plain_log(axes, x=True)
     for label, bits_promised in PROMISES.items():
         if op == "qkv" and bits_promised > axes.get_ylim()[0]:
-            axes.axhline(bits_promised, color=theme.soft, linestyle=":", linewidth=1.1)
+            axes.axhline(bits_promised, color=LIGHT.soft, linestyle=":", linewidth=1.1)
             axes.text(
                 0.99, bits_promised, label, transform=axes.get_yaxis_transform(), ha="right", va="bottom",
-                fontsize=8.5, color=theme.soft,
+                fontsize=8.5, color=LIGHT.soft,
             )  # fmt: skip
     cases = len({point.record.case for point in setting.of(op)})
     axes.set(xlabel="mean time, µs", ylabel="effective bits", title=f"{op}, {cases} cases")

@@ -1,4 +1,7 @@
-"""The look that all figures share: two themes, a frame with title and provenance, PNG and SVG."""
+"""The look that all figures share: colours, a frame with title and provenance, PNG and SVG.
+
+A figure is drawn once, in the light theme. The dark one is a change of palette.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import matplotlib
+import numpy as np
+import numpy.typing as npt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,6 +53,7 @@ DARK = Theme(
     "dark", "#14171c", "#eceff3", "#a3adb8", "#343b45",
     ("#5bb0f0", "#ff8a4a", "#35c79a", "#e08ac4", "#e8b93a", "#8fc3d6"),
 )  # fmt: skip
+Colours = npt.NDArray[np.uint8]
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "h")
 
 
@@ -61,16 +67,16 @@ class Words:
     notes: Sequence[str] = field(default=())
 
 
-def context(theme: Theme) -> AbstractContextManager[None]:
+def context() -> AbstractContextManager[None]:
     """Settings under which a figure must be drawn and saved."""
     return matplotlib.rc_context({
         "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10, "axes.titleweight": "bold",
         "axes.titlelocation": "left", "axes.labelsize": 9.5, "legend.fontsize": 9, "xtick.labelsize": 9,
-        "ytick.labelsize": 9, "text.color": theme.ink, "axes.labelcolor": theme.ink,
-        "axes.titlecolor": theme.ink, "xtick.color": theme.soft, "ytick.color": theme.soft,
-        "xtick.labelcolor": theme.ink, "ytick.labelcolor": theme.ink, "axes.edgecolor": theme.soft,
-        "axes.facecolor": theme.paper, "figure.facecolor": theme.paper, "savefig.facecolor": theme.paper,
-        "grid.color": theme.grid, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
+        "ytick.labelsize": 9, "text.color": LIGHT.ink, "axes.labelcolor": LIGHT.ink,
+        "axes.titlecolor": LIGHT.ink, "xtick.color": LIGHT.soft, "ytick.color": LIGHT.soft,
+        "xtick.labelcolor": LIGHT.ink, "ytick.labelcolor": LIGHT.ink, "axes.edgecolor": LIGHT.soft,
+        "axes.facecolor": LIGHT.paper, "figure.facecolor": LIGHT.paper, "savefig.facecolor": LIGHT.paper,
+        "grid.color": LIGHT.grid, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
         "axes.spines.right": False, "legend.frameon": False, "svg.fonttype": "path",
         "svg.hashsalt": "ropegrad",
     })  # fmt: skip
@@ -88,7 +94,6 @@ def sheet(
 def frame(
     figure: Figure,
     words: Words,
-    theme: Theme,
     handles: Sequence[Artist] = (),
     *,
     columns: int = 3,
@@ -106,14 +111,14 @@ def frame(
         wspace=between[0], hspace=between[1],
     )  # fmt: skip
     figure.text(0.15 / width, 1 - 0.3 / height, words.title, fontsize=13, fontweight="bold")
-    figure.text(0.15 / width, 1 - 0.54 / height, words.subtitle, fontsize=9.5, color=theme.soft)
+    figure.text(0.15 / width, 1 - 0.54 / height, words.subtitle, fontsize=9.5, color=LIGHT.soft)
     if handles:
         figure.legend(
             handles=handles, loc="lower center", ncols=columns, columnspacing=1.6, handlelength=2.2,
             bbox_to_anchor=(0.5, (0.1 + 0.17 * len(footer)) / height), borderpad=0, labelspacing=0.45,
         )  # fmt: skip
     for i, line in enumerate(reversed(footer)):
-        figure.text(0.15 / width, (0.1 + 0.17 * i) / height, line, fontsize=7.5, color=theme.soft)
+        figure.text(0.15 / width, (0.1 + 0.17 * i) / height, line, fontsize=7.5, color=LIGHT.soft)
 
 
 def plain_log(axes: Axes, *, x: bool = False, y: bool = False) -> None:
@@ -156,23 +161,43 @@ def _top(block: tuple[float, list[int]], gap: float) -> float:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def png(figure: Figure, facts: dict[str, str]) -> bytes:
-    """The picture, with facts (digest, command) as PNG text."""
+def png(figure: Figure, facts: dict[str, str]) -> dict[str, bytes]:
+    """The picture in both themes, drawn once, with facts (digest, command) as PNG text."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # type: ignore[no-untyped-call]
-    size = canvas.get_width_height()
-    drawn = bytes(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
-    pixels = Image.frombuffer("RGBA", size, drawn, "raw", "RGBA", 0, 1).convert("RGB")
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    picture = Image.fromarray(nearest(pixels, palette(LIGHT)), mode="P")
     text = PngInfo()
     for key, value in facts.items():
         text.add_itxt(key, value)
-    buffer = io.BytesIO()
-    # 128 colours are more than the themes' few and their edges need, and a third of the bytes.
-    pixels.quantize(128, dither=Image.Dither.NONE).save(buffer, "png", pnginfo=text)
-    return buffer.getvalue()
+    found = {}
+    for theme in (LIGHT, DARK):
+        picture.putpalette(palette(theme).tobytes())
+        buffer = io.BytesIO()
+        picture.save(buffer, "png", pnginfo=text)
+        found[theme.name] = buffer.getvalue()
+    return found
 
 
-def svg(figure: Figure, theme: Theme, name: str) -> str:
+def palette(theme: Theme) -> Colours:
+    """Paper, and each of a theme's colours mixed with it in steps: all that lines and letters are made of."""
+    paper, *inks = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in theme.variables)
+    share = np.linspace(0, 1, 255 // len(inks) + 1)[1:, None]
+    mixed = [paper + share * np.subtract(ink, paper) for ink in inks]
+    colours: Colours = np.rint(np.concatenate([[paper], *mixed])).astype(np.uint8)
+    return colours
+
+
+def nearest(pixels: Colours, colours: Colours) -> Colours:
+    """Of each pixel [height, width, 4], the index of the nearest colour [n, 3]."""
+    packed = pixels.view(np.uint32)[..., 0]
+    found, back = np.unique(packed, return_inverse=True)
+    apart = found.view(np.uint8).reshape(-1, 1, 4)[..., :3].astype(np.int32) - colours
+    places: Colours = (apart**2).sum(-1).argmin(1).astype(np.uint8)
+    return places[back].reshape(packed.shape)
+
+
+def svg(figure: Figure, name: str) -> str:
     """For use inside a page: no header, ids of its own, colours as CSS variables that a page's theme sets."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -180,7 +205,7 @@ def svg(figure: Figure, theme: Theme, name: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%" role="img"', text, count=1)
-    for colour, variable in theme.variables.items():
+    for colour, variable in LIGHT.variables.items():
         text = text.replace(colour, f"var(--{variable})")
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"(?<![\d.])([1-9]\d*\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough

@@ -11,23 +11,23 @@ from typing import Any
 from matplotlib.lines import Line2D
 
 from ropegrad.records import Record
-from ropegrad.report.canvas import MARKERS, Theme, Words
+from ropegrad.report.canvas import LIGHT, MARKERS, Words
 from ropegrad.report.rows import Point, Series, Setting, digest
 
 Mark = tuple[str, str, str]  # colour, marker, colour inside
 Marks = Mapping[Series, Mark]
 
 
-def marks(setting: Setting, theme: Theme) -> Marks:
+def marks(setting: Setting) -> Marks:
     """A colour a contender, a marker for it at each precision; the same in every figure of a setting."""
     found = list(setting.series())
     names = list(dict.fromkeys(series.name for series in found))
     shapes = list(dict.fromkeys(_what(series) for series in found))
     return {
         series: (
-            theme.series[names.index(series.name) % len(theme.series)],
+            LIGHT.series[names.index(series.name) % len(LIGHT.series)],
             MARKERS[shapes.index(_what(series)) % len(MARKERS)],
-            theme.paper if series.rival else theme.series[names.index(series.name) % len(theme.series)],
+            LIGHT.paper if series.rival else LIGHT.series[names.index(series.name) % len(LIGHT.series)],
         )
         for series in found
     }

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ropegrad.records import Record
-from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet, spread
+from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet, spread
 from ropegrad.report.marks import About, about, dot, legend, marks, used
 from ropegrad.report.rows import Setting, counts
 
@@ -70,25 +70,25 @@ def describe(setting: Setting) -> About | None:
     return about("Roofline", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+def draw(setting: Setting, words: Words) -> Figure:
     """Slopes, flats, and a marker a case and contender."""
     slopes, flats = list(memory(setting)), list(compute(setting))
-    found = marks(setting, theme)
+    found = marks(setting)
     figure, [axes] = sheet(1, 1, 6.2)
     rates = [(p.record.flops / p.record.bytes, p.record.flops / p.us / 1e6) for p in setting.points]
     low, high = _limits(rates, slopes, flats)
     axes.set(xlim=low[:1] + high[:1], ylim=low[1:] + high[1:])
     plain_log(axes, x=True, y=True)
     axes.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s")
-    handles = _draw_slopes(axes, theme, slopes, flats, high)
-    _draw_flats(axes, theme, slopes, flats, high)
+    handles = _draw_slopes(axes, slopes, flats, high)
+    _draw_flats(axes, slopes, flats, high)
     for series, points in setting.series().items():
         x, y = zip(
             *((p.record.flops / p.record.bytes, p.record.flops / p.us / 1e6) for p in points), strict=True
         )
         axes.plot(x, y, **dot(series, found))
     handles += legend(found, setting.points)
-    frame(figure, words, theme, handles, right=1.75 if flats else 0.3)
+    frame(figure, words, handles, right=1.75 if flats else 0.3)
     return figure
 
 
@@ -104,9 +104,7 @@ def _limits(rates: Sequence[Corner], slopes: Sequence[Roof], flats: Sequence[Roo
     return (left / 2, floor / 2), (wide * 4, top * 2)
 
 
-def _draw_slopes(
-    axes: Axes, theme: Theme, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner
-) -> list[Line2D]:
+def _draw_slopes(axes: Axes, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner) -> list[Line2D]:
     highest = max((roof.rate for roof in flats), default=high[1] * 1e12)
     handles = []
     for roof in slopes:
@@ -114,16 +112,14 @@ def _draw_slopes(
         ridge = highest / roof.rate
         left = axes.get_xlim()[0]
         [line] = axes.plot(
-            [left, ridge], [roof.rate * left / 1e12, highest / 1e12], style, color=theme.ink, linewidth=1.3,
+            [left, ridge], [roof.rate * left / 1e12, highest / 1e12], style, color=LIGHT.ink, linewidth=1.3,
             label=f"memory: {roof.label}",
         )  # fmt: skip
         handles.append(line)
     return handles
 
 
-def _draw_flats(
-    axes: Axes, theme: Theme, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner
-) -> None:
+def _draw_flats(axes: Axes, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner) -> None:
     """Their names stand right of the axes, as near as they can without touching."""
     bandwidth = max((roof.rate for roof in slopes), default=None)
     low, top = axes.get_ylim()
@@ -131,12 +127,12 @@ def _draw_flats(
     for roof, at, place in zip(flats, decades, spread(decades, 0.042), strict=True):
         start = roof.rate / bandwidth if bandwidth else axes.get_xlim()[0]
         axes.plot(
-            [start, high[0]], [roof.rate / 1e12] * 2, "--" if roof.measured else "-", color=theme.soft,
+            [start, high[0]], [roof.rate / 1e12] * 2, "--" if roof.measured else "-", color=LIGHT.soft,
             linewidth=1.1,
         )  # fmt: skip
         axes.plot(
-            [1, 1.02], [at, place], color=theme.soft, linewidth=0.8, transform=axes.transAxes, clip_on=False
+            [1, 1.02], [at, place], color=LIGHT.soft, linewidth=0.8, transform=axes.transAxes, clip_on=False
         )
         axes.text(
-            1.03, place, roof.label, transform=axes.transAxes, va="center", fontsize=8.5, color=theme.soft
+            1.03, place, roof.label, transform=axes.transAxes, va="center", fontsize=8.5, color=LIGHT.soft
         )

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet
+from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
 from ropegrad.report.rows import SUITES, Point, Setting
 
@@ -33,20 +33,20 @@ def describe(setting: Setting) -> About | None:
     return about("Time against tokens", setting, used(points), notes)
 
 
-def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation."""
     found = [op for op in SUITES if comparable(setting, op)]
-    known = marks(setting, theme)
+    known = marks(setting)
     figure, axes = sheet(1, len(found), 5.6)
     for place, op in zip(axes, found, strict=True):
-        _panel(place, theme, setting, op, known)
+        _panel(place, setting, op, known)
     handles = legend(known, [point for op in found for point in comparable(setting, op)])
-    handles.append(Line2D([], [], color=theme.ink, linestyle="--", label="measured ceiling, each precision"))
-    frame(figure, words, theme, handles, between=(0.22, 0.4))
+    handles.append(Line2D([], [], color=LIGHT.ink, linestyle="--", label="measured ceiling, each precision"))
+    frame(figure, words, handles, between=(0.22, 0.4))
     return figure
 
 
-def _panel(axes: Axes, theme: Theme, setting: Setting, op: str, known: Marks) -> None:
+def _panel(axes: Axes, setting: Setting, op: str, known: Marks) -> None:
     points = comparable(setting, op)
     for series in known:
         mine = [point for point in points if point.series == series]
@@ -58,7 +58,7 @@ def _panel(axes: Axes, theme: Theme, setting: Setting, op: str, known: Marks) ->
             for p in points
             if p.series.precision == precision and p.ceiling_us is not None
         }
-        axes.plot(*_medians(sorted(ceilings)), color=theme.ink, linestyle="--", linewidth=1.1)
+        axes.plot(*_medians(sorted(ceilings)), color=LIGHT.ink, linestyle="--", linewidth=1.1)
     plain_log(axes, x=True, y=True)
     heads, kv_heads = points[0].heads
     axes.set(xlabel="tokens (batch × sequence)", ylabel="time, µs", title=f"{op}, H={heads}/{kv_heads}")

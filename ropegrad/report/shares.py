@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ropegrad.report.canvas import Theme, Words, frame, sheet
+from ropegrad.report.canvas import LIGHT, Words, frame, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
 from ropegrad.report.rows import SUITES, Point, Series, Setting
 
@@ -64,10 +64,10 @@ def describe(setting: Setting) -> About | None:
     return about("Share of the ceiling, by case", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation and precision."""
     found = panels(setting)
-    known, columns = marks(setting, theme), min(2, len(found))
+    known, columns = marks(setting), min(2, len(found))
     rows = -(-len(found) // columns)
     longest = max(len(points) for _, _, points in found)
     tall = 0.3 + 0.235 * longest
@@ -76,26 +76,26 @@ def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
         spare.set_visible(False)
     beside: list[Point] = []
     for place, panel in zip(axes, found, strict=False):
-        _panel(place, theme, setting, panel, known)
+        _panel(place, setting, panel, known)
         beside += [point for points in rivals(setting, panel).values() for point in points]
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=theme.series[0], alpha=0.5, label="ropegrad, of the measured ceiling"),
-        Patch(facecolor="none", edgecolor=theme.ink, label="ropegrad, of the datasheet"),
+        Patch(facecolor=LIGHT.series[0], alpha=0.5, label="ropegrad, of the measured ceiling"),
+        Patch(facecolor="none", edgecolor=LIGHT.ink, label="ropegrad, of the datasheet"),
     ]
     handles += legend(known, beside)
-    frame(figure, words, theme, handles, left=1.55, between=(0.62, 0.85 / tall), columns=2)
+    frame(figure, words, handles, left=1.55, between=(0.62, 0.85 / tall), columns=2)
     return figure
 
 
-def _panel(axes: Axes, theme: Theme, setting: Setting, panel: Panel, known: Marks) -> None:
+def _panel(axes: Axes, setting: Setting, panel: Panel, known: Marks) -> None:
     op, ours, points = panel
     order = [point.record.case for point in points]
     rows = range(len(points))
     axes.barh(
-        rows, [100 * (p.of_ceiling or 0) for p in points], height=0.62, color=theme.series[0], alpha=0.5
+        rows, [100 * (p.of_ceiling or 0) for p in points], height=0.62, color=LIGHT.series[0], alpha=0.5
     )
     axes.barh(
-        rows, [100 * (p.of_datasheet or 0) for p in points], height=0.3, color="none", edgecolor=theme.ink,
+        rows, [100 * (p.of_datasheet or 0) for p in points], height=0.3, color="none", edgecolor=LIGHT.ink,
         linewidth=1,
     )  # fmt: skip
     for series, theirs in rivals(setting, panel).items():
@@ -103,7 +103,7 @@ def _panel(axes: Axes, theme: Theme, setting: Setting, panel: Panel, known: Mark
         if pairs:
             style = dot(series, known) | {"markersize": 5}
             axes.plot(*zip(*pairs, strict=True), **style)
-    axes.axvline(100, color=theme.ink, linewidth=1, linestyle=":")
+    axes.axvline(100, color=LIGHT.ink, linewidth=1, linestyle=":")
     axes.set_yticks(rows, [case.replace("=", "") for case in order], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, max(105, axes.get_xlim()[1]))
