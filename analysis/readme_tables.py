@@ -50,9 +50,7 @@ def block(found: list[Setting]) -> str:
                 f'<img alt="{said.partition(":")[0]}, {setting.device}" src="{path}-light.png"></picture>\n\n'
                 f"{said}\n"
             )
-    if any(setting.points for setting in found):
-        parts.append(published_best())
-    return "\n".join(parts)
+    return "\n".join([*parts, published_best(found)]).rstrip() + "\n"
 
 
 def parts(readme: str) -> tuple[str, str, str]:

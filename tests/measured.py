@@ -1,6 +1,6 @@
 """Records as a GPU run of both suites would make them, with times by formula: for what reads records."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 
@@ -75,6 +75,26 @@ def suites(**where):
     """All 32 cases."""
     makers = {"rope": rope_case, "qkv": qkv_case}
     return [one for op, make in makers.items() for case in SUITES[op]() for one in make(case, **where)]
+
+
+def cpu():
+    """As `ropegrad bench` writes them on a CPU: no bits, no precision, variants by kernel, two dtypes."""
+    wall = {"device": "A CPU of some maker @ 2 GHz", "protocol": "wall", "clocks": None}
+    wall |= {"driver": "Linux 6.1", "options": {"threads": 2}}
+    base, qkv = SUITES["rope"]()["B=1 S=2048 H=64/8"], SUITES["qkv"]()["B=1 S=2048"]
+    half = replace(base, dtype="bfloat16", table_dtype="bfloat16")
+    cases = {"B=1 S=2048": base, "B=1 S=8192": replace(base, seq=8192), "bfloat16": half, "qkv": qkv}
+    for name, spec in cases.items():
+        op, cost = ("rope", rope_cost(spec)) if isinstance(spec, RopeSpec) else ("qkv", qkv_cost(spec))
+        us, facts = cost.moved / 2e4, wall | {"spec": asdict(spec)}
+        moved = {"bytes_read": cost.moved // 2, "bytes_written": cost.moved // 2}
+        yield record("copy", name, us, backend="numpy", kernel="copyto", **moved, **facts)
+        facts |= {"bytes_read": cost.read, "bytes_written": cost.written, "flops": cost.flops}
+        for backend, kernel, slower in (
+            ("numba_cpu", "out", 1.2), ("numba_cpu", "fresh", 1.6), ("numpy_tiled", "out", 3.8),
+            ("numpy", "rotate_half", 18.0), ("torch.compile", "halves", 2.8), ("torch.compile", "roll", 9.0),
+        ):  # fmt: skip
+            yield record(op, name, us * slower, backend=backend, kernel=kernel, **facts, effective_bits={})
 
 
 def changed(record, **facts):

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from measured import COMMAND, changed, record, rope_case, suites
+from measured import COMMAND, changed, cpu, record, rope_case, suites
 
 from ropegrad import cli, records
 from ropegrad.report.grids import by_case, ceilings, sol_scores, summary
@@ -70,11 +70,22 @@ def test_the_tables_hold_the_figures_of_the_records():
     (setting,) = settings(rope_case(ROPE))
     rows = {row[0]: row for row in summary(setting, "rope").rows}
     assert rows["cupy_plain"][1:] == ("1", "7.3", "92 %", "46 %", "24.6", "0.50")
-    grid = by_case(setting, "rope")
+    (grid,) = by_case(setting, "rope")
     (row,) = grid.rows
     assert dict(zip(grid.headings, row, strict=True))["torch compile"] == "13.7"
     assert row[:4] == (ROPE, "256", "7.3", "1.08")
     assert [one[0] for one in sol_scores(setting).rows] == ["rope: cupy_plain", "rope: portable"]
+
+
+def test_on_a_cpu_a_table_a_dtype_without_empty_columns_and_nothing_published():
+    found = settings(cpu())
+    text = document(found)
+    assert "bits" not in text
+    assert "datasheet" not in text
+    assert len(list(by_case(found[0], "rope"))) == 2
+    assert "| numba_cpu, bfloat16 | 1 |" in text
+    assert "2 threads" in text
+    assert published_best(found) == ""
 
 
 def test_ceilings_alone_are_a_table_of_the_fastest():
@@ -102,8 +113,8 @@ def test_published_records_have_tables_of_their_own():
     (setting,) = settings(suites())
     names = {"RIAC as well", "Recursive"}
     assert not [name for name in names if name in document([setting])]
-    assert all(name in published_best() for name in names)
-    assert published_best().count("not independently reproduced") == 2
+    assert all(name in published_best([setting]) for name in names)
+    assert published_best([setting]).count("not independently reproduced") == 2
     html = page([setting], [(setting, [])], "a command")
     for table in re.findall(r"<table.*?</table>", html, flags=re.DOTALL):
         assert not ("Recursive" in table and "cupy_plain" in table)

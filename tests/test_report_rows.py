@@ -51,9 +51,9 @@ def test_products_count_only_where_they_keep_the_promise():
 
 def test_formulas_are_one_contender_with_its_fastest():
     found = points(rope_case(ROPE))
-    assert found["torch compile"].formulas == 2
+    assert found["torch compile"].variants == 2
     assert found["torch compile"].record.options["formula"] == "halves"
-    assert found["torch eager"].formulas == 1
+    assert found["torch eager"].variants == 1
     assert found["torch compile"].series.rival
     assert not found["cupy_plain"].series.rival
     assert len(only(rope_case(ROPE)).every) == len(found) + 1

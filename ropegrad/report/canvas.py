@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import matplotlib
 import numpy as np
@@ -54,6 +55,7 @@ DARK = Theme(
     ("#5bb0f0", "#ff8a4a", "#35c79a", "#e08ac4", "#e8b93a", "#8fc3d6"),
 )  # fmt: skip
 Colours = npt.NDArray[np.uint8]
+STAR = "* of several formulas, or with results into given arrays and into fresh ones, each case's fastest"
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "h")
 
 
@@ -104,7 +106,8 @@ def frame(
     """Title above, legend and provenance below; margins in inches, space between axes in their own sizes."""
     width, height = figure.get_size_inches()
     rows = -(-len(handles) // columns)
-    footer = [*words.notes, words.provenance]
+    starred = any(str(handle.get_label()).endswith("*") for handle in handles)
+    footer = [*words.notes, *([STAR] if starred else []), words.provenance]
     bottom = 0.62 + 0.22 * rows + 0.17 * len(footer)
     figure.subplots_adjust(
         left=left / width, right=1 - right / width, top=1 - 0.95 / height, bottom=bottom / height,
@@ -121,8 +124,8 @@ def frame(
         figure.text(0.15 / width, (0.1 + 0.17 * i) / height, line, fontsize=7.5, color=LIGHT.soft)
 
 
-def plain_log(axes: Axes, *, x: bool = False, y: bool = False) -> None:
-    """Logarithmic axes with numbers that people read: 0.1, 2, 50, 1,000."""
+def plain_log(axes: Axes, *, x: bool = False, y: bool = False, y_unit: float = 1) -> None:
+    """Logarithmic axes with numbers that people read: 0.1, 2, 50, 1,000; on y as multiples of its unit."""
     for wanted, axis, name in ((x, axes.xaxis, "x"), (y, axes.yaxis, "y")):
         if wanted:
             axes.set_xscale("log") if name == "x" else axes.set_yscale("log")
@@ -130,8 +133,12 @@ def plain_log(axes: Axes, *, x: bool = False, y: bool = False) -> None:
             decades = len(str(int(high / low))) if low > 0 else 1
             steps = (1.0, 2.0, 5.0) if decades < 4 else (1.0,)
             axis.set_major_locator(LogLocator(base=10, subs=steps))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+            axis.set_major_formatter(FuncFormatter(partial(_plain, y_unit if name == "y" else 1)))
             axis.set_minor_locator(NullLocator())
+
+
+def _plain(unit: float, value: float, _: int) -> str:
+    return f"{value / unit:,.10g}"
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:

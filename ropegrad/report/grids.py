@@ -45,12 +45,17 @@ def summary(setting: Setting, op: str) -> Grid:
         )
         for line in lines(setting, op)
     ]  # fmt: skip
-    return Grid(headings, rows)
+    return _without_empty(Grid(headings, rows))
 
 
-def by_case(setting: Setting, op: str) -> Grid:
-    """One line a case: everybody's microseconds, ours with the ratio to the measured ceiling."""
+def by_case(setting: Setting, op: str) -> Iterator[Grid]:
+    """One line a case: everybody's microseconds, ours with the ratio to the ceiling; a table a dtype."""
     found = setting.series(op)
+    for dtype in dict.fromkeys(series.dtype for series in found):
+        yield _by_case(op, {one: points for one, points in found.items() if one.dtype == dtype})
+
+
+def _by_case(op: str, found: dict[Series, list[Point]]) -> Grid:
     cases: dict[str, dict[Series, Point]] = {}
     for series, points in found.items():
         for point in points:
@@ -63,7 +68,15 @@ def by_case(setting: Setting, op: str) -> Grid:
         )
         for case in sorted(cases, key=lambda case: next(iter(cases[case].values())).tokens)
     ]  # fmt: skip
-    return Grid((f"{op}, µs", "tokens", *headings), rows)
+    return _without_empty(Grid((f"{op}, µs", "tokens", *headings), rows))
+
+
+def _without_empty(grid: Grid) -> Grid:
+    """Without the columns that nobody has a figure in."""
+    kept = [i for i in range(len(grid.headings)) if any(row[i] != MISSING for row in grid.rows)]
+    return Grid(
+        tuple(grid.headings[i] for i in kept), [tuple(row[i] for i in kept) for row in grid.rows], grid.left
+    )
 
 
 def _headings(series: Series) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from ropegrad.records import Record
 from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet, spread
 from ropegrad.report.marks import About, about, dot, legend, marks, used
-from ropegrad.report.rows import Setting, counts
+from ropegrad.report.rows import Point, Setting, counts
 
 WIDE = {"fp32": "fp32", "tf32": "TF32", "fp16": "fp16"}
 
@@ -75,18 +75,15 @@ def draw(setting: Setting, words: Words) -> Figure:
     slopes, flats = list(memory(setting)), list(compute(setting))
     found = marks(setting)
     figure, [axes] = sheet(1, 1, 6.2)
-    rates = [(p.record.flops / p.record.bytes, p.record.flops / p.us / 1e6) for p in setting.points]
-    low, high = _limits(rates, slopes, flats)
+    low, high = _limits(list(map(_place, setting.points)), slopes, flats)
     axes.set(xlim=low[:1] + high[:1], ylim=low[1:] + high[1:])
-    plain_log(axes, x=True, y=True)
-    axes.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s")
+    unit, scale = ("TFLOP/s", 1e12) if high[1] > 1e12 else ("GFLOP/s", 1e9)
+    plain_log(axes, x=True, y=True, y_unit=scale)
+    axes.set(xlabel="arithmetic intensity, FLOP per byte", ylabel=unit)
     handles = _draw_slopes(axes, slopes, flats, high)
     _draw_flats(axes, slopes, flats, high)
     for series, points in setting.series().items():
-        x, y = zip(
-            *((p.record.flops / p.record.bytes, p.record.flops / p.us / 1e6) for p in points), strict=True
-        )
-        axes.plot(x, y, **dot(series, found))
+        axes.plot(*zip(*map(_place, points), strict=True), **dot(series, found))
     handles += legend(found, setting.points)
     frame(figure, words, handles, right=1.75 if flats else 0.3)
     return figure
@@ -95,24 +92,29 @@ def draw(setting: Setting, words: Words) -> Figure:
 Corner = tuple[float, float]
 
 
+def _place(point: Point) -> Corner:
+    """FLOP a byte, FLOP/s."""
+    return point.record.flops / point.record.bytes, point.record.flops / point.us * 1e6
+
+
 def _limits(rates: Sequence[Corner], slopes: Sequence[Roof], flats: Sequence[Roof]) -> tuple[Corner, Corner]:
     """Corners of the plot: all points, the ridges of all roofs, and some air."""
-    top = max([roof.rate / 1e12 for roof in flats] + [y for _, y in rates])
+    top = max([roof.rate for roof in flats] + [y for _, y in rates])
     wide = max([x for x, _ in rates] + [roof.rate / slopes[0].rate for roof in flats if slopes] + [10.0])
     left = min([x for x, _ in rates] + [0.5])
-    floor = min([y for _, y in rates] + [roof.rate * left / 1e12 for roof in slopes])
+    floor = min([y for _, y in rates] + [roof.rate * left for roof in slopes])
     return (left / 2, floor / 2), (wide * 4, top * 2)
 
 
 def _draw_slopes(axes: Axes, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner) -> list[Line2D]:
-    highest = max((roof.rate for roof in flats), default=high[1] * 1e12)
+    highest = max((roof.rate for roof in flats), default=high[1])
     handles = []
     for roof in slopes:
         style = "--" if roof.measured else "-"
         ridge = highest / roof.rate
         left = axes.get_xlim()[0]
         [line] = axes.plot(
-            [left, ridge], [roof.rate * left / 1e12, highest / 1e12], style, color=LIGHT.ink, linewidth=1.3,
+            [left, ridge], [roof.rate * left, highest], style, color=LIGHT.ink, linewidth=1.3,
             label=f"memory: {roof.label}",
         )  # fmt: skip
         handles.append(line)
@@ -123,11 +125,11 @@ def _draw_flats(axes: Axes, slopes: Sequence[Roof], flats: Sequence[Roof], high:
     """Their names stand right of the axes, as near as they can without touching."""
     bandwidth = max((roof.rate for roof in slopes), default=None)
     low, top = axes.get_ylim()
-    decades = [math.log(roof.rate / 1e12 / low, top / low) for roof in flats]
+    decades = [math.log(roof.rate / low, top / low) for roof in flats]
     for roof, at, place in zip(flats, decades, spread(decades, 0.042), strict=True):
         start = roof.rate / bandwidth if bandwidth else axes.get_xlim()[0]
         axes.plot(
-            [start, high[0]], [roof.rate / 1e12] * 2, "--" if roof.measured else "-", color=LIGHT.soft,
+            [start, high[0]], [roof.rate] * 2, "--" if roof.measured else "-", color=LIGHT.soft,
             linewidth=1.1,
         )  # fmt: skip
         axes.plot(

@@ -23,7 +23,7 @@ OWN = frozenset(backend.name for backend in BACKENDS)
 
 @dataclass(frozen=True, order=True)
 class Series:
-    """One contender over all its cases; several formulas of one are one, each case its fastest."""
+    """One contender over all its cases; several variants of one are one, each case its fastest."""
 
     rival: bool
     name: str
@@ -39,14 +39,17 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """One record with a time that counts. us: its median; ceiling: the fastest measured at this case."""
+    """One record with a time that counts.
+
+    us: its median; ceiling: the fastest measured at this case; variants: of how many this is the fastest.
+    """
 
     record: Record
     series: Series
     us: float
     ceiling: Record | None
     sheet: Datasheet | None
-    formulas: int = 1
+    variants: int = 1
 
     @property
     def tokens(self) -> int:
@@ -94,7 +97,7 @@ class Setting:
     """One device under one protocol.
 
     every    a point for each record that has a time
-    points   the same, but of several formulas of one contender only the fastest of each case
+    points   the same, but of several variants of one contender only the fastest of each case
     limits   all ceilings of the device, under any protocol
     """
 
@@ -183,7 +186,7 @@ def _dtype(record: Record) -> str:
 
 
 def series_of(record: Record) -> Series:
-    """Formulas of one rival go by its kernel, everything else by its backend."""
+    """By the backend; by the kernel where that is the library and the options say which formula."""
     name = record.kernel if "formula" in record.options else record.backend
     return Series(record.backend not in OWN, name, record.precision, _dtype(record))
 
@@ -194,12 +197,12 @@ def counts(record: Record) -> bool:
 
 
 def _fastest(every: Sequence[Point]) -> list[Point]:
-    """One point a series and case; `formulas` says of how many it is the fastest."""
+    """One point a series and case; the fastest of its variants."""
     groups: dict[tuple[Series, str, str], list[Point]] = {}
     for point in every:
         groups.setdefault((point.series, point.record.op, point.record.case), []).append(point)
     return [
-        replace(min(points, key=lambda point: point.us), formulas=len(points)) for points in groups.values()
+        replace(min(points, key=lambda point: point.us), variants=len(points)) for points in groups.values()
     ]
 
 

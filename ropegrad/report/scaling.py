@@ -52,16 +52,18 @@ def _panel(axes: Axes, setting: Setting, op: str, known: Marks) -> None:
         mine = [point for point in points if point.series == series]
         axes.plot([p.tokens for p in mine], [p.us for p in mine], **dot(series, known))
         axes.plot(*_medians([(p.tokens, p.us) for p in mine]), color=known[series][0], linewidth=1.2)
-    for precision in dict.fromkeys(point.series.precision for point in points):
-        ceilings = {
-            (p.tokens, p.ceiling_us)
-            for p in points
-            if p.series.precision == precision and p.ceiling_us is not None
-        }
+    for kind in dict.fromkeys(map(_kind, points)):
+        ceilings = {(p.tokens, p.ceiling_us) for p in points if _kind(p) == kind and p.ceiling_us is not None}
         axes.plot(*_medians(sorted(ceilings)), color=LIGHT.ink, linestyle="--", linewidth=1.1)
-    plain_log(axes, x=True, y=True)
+    unit, scale = ("ms", 1e3) if max(point.us for point in points) > 1e4 else ("µs", 1)
+    plain_log(axes, x=True, y=True, y_unit=scale)
     heads, kv_heads = points[0].heads
-    axes.set(xlabel="tokens (batch × sequence)", ylabel="time, µs", title=f"{op}, H={heads}/{kv_heads}")
+    axes.set(xlabel="tokens (batch × sequence)", ylabel=f"time, {unit}", title=f"{op}, H={heads}/{kv_heads}")
+
+
+def _kind(point: Point) -> tuple[str | None, str]:
+    """What a ceiling belongs to."""
+    return point.series.precision, point.series.dtype
 
 
 def _medians(pairs: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ropegrad.report.canvas import LIGHT, Words, frame, sheet
@@ -76,28 +76,27 @@ def draw(setting: Setting, words: Words) -> Figure:
         spare.set_visible(False)
     beside: list[Point] = []
     for place, panel in zip(axes, found, strict=False):
-        _panel(place, setting, panel, known)
+        _panel(place, setting, panel, known, longest)
         beside += [point for points in rivals(setting, panel).values() for point in points]
-    handles: list[Patch | Line2D] = [
-        Patch(facecolor=LIGHT.series[0], alpha=0.5, label="ropegrad, of the measured ceiling"),
-        Patch(facecolor="none", edgecolor=LIGHT.ink, label="ropegrad, of the datasheet"),
-    ]
-    handles += legend(known, beside)
-    frame(figure, words, handles, left=1.55, between=(0.62, 0.85 / tall), columns=2)
+    measured: Artist = Patch(facecolor=LIGHT.series[0], alpha=0.5, label="ropegrad, of the measured ceiling")
+    datasheet = Patch(facecolor="none", edgecolor=LIGHT.ink, label="ropegrad, of the datasheet")
+    bars = [measured, *([datasheet] if setting.sheet else [])]
+    frame(figure, words, [*bars, *legend(known, beside)], left=1.55, between=(0.62, 0.85 / tall), columns=2)
     return figure
 
 
-def _panel(axes: Axes, setting: Setting, panel: Panel, known: Marks) -> None:
+def _panel(axes: Axes, setting: Setting, panel: Panel, known: Marks, longest: int) -> None:
     op, ours, points = panel
     order = [point.record.case for point in points]
     rows = range(len(points))
     axes.barh(
         rows, [100 * (p.of_ceiling or 0) for p in points], height=0.62, color=LIGHT.series[0], alpha=0.5
     )
-    axes.barh(
-        rows, [100 * (p.of_datasheet or 0) for p in points], height=0.3, color="none", edgecolor=LIGHT.ink,
-        linewidth=1,
-    )  # fmt: skip
+    if setting.sheet is not None:
+        axes.barh(
+            rows, [100 * (p.of_datasheet or 0) for p in points], height=0.3, color="none",
+            edgecolor=LIGHT.ink, linewidth=1,
+        )  # fmt: skip
     for series, theirs in rivals(setting, panel).items():
         pairs = [(100 * p.of_ceiling, order.index(p.record.case)) for p in theirs if p.of_ceiling]
         if pairs:
@@ -107,6 +106,6 @@ def _panel(axes: Axes, setting: Setting, panel: Panel, known: Marks) -> None:
     axes.set_yticks(rows, [case.replace("=", "") for case in order], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, max(105, axes.get_xlim()[1]))
-    axes.invert_yaxis()
+    axes.set_ylim(longest - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set(xlabel="% of the ceiling's speed", title=f"{op}: {ours.label}")
