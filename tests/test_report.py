@@ -38,7 +38,9 @@ def test_a_folder_with_page_pictures_and_tables(monkeypatch, capsys, tmp_path):
     assert {line.rpartition("/")[2] for line in said if line} == written
     html = (out / "index.html").read_text("utf-8")
     assert "a run.jsonl" in html
-    assert html.count("<figure ") == 3
+    assert html.count("<figure>") == 3
+    ids = re.findall(r' id="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
 
 
 @pytest.mark.parametrize(

@@ -187,17 +187,18 @@ def test_a_picture_says_its_records_and_the_vector_follows_the_theme():
             assert picture.info["Source"] == "python3 scripts/gpu --only time"
     assert one.png["light"] != one.png["dark"]
     assert not re.search(r"#[0-9a-f]{6}", one.svg)
+    assert "xlink" not in one.svg
     ids, used = (
         set(re.findall(pattern, one.svg)) for pattern in (r'\bid="([^"]+)"', r'(?:href="|url\()#([^")]+)')
     )
-    assert used <= ids
-    assert all(name.startswith("nvidia-h200-scaling-") for name in ids)
+    assert used == ids
+    assert all(name.startswith("figure-") for name in ids)
 
 
 def test_the_vector_is_the_same_every_time():
     setting = settings(FIGURES_OF["rope alone"])[0]
     with context():
-        one, two = (svg(drawn(setting, "accuracy"), "x") for _ in range(2))
+        one, two = (svg(drawn(setting, "accuracy")) for _ in range(2))
     assert one == two
 
 

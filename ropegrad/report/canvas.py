@@ -204,16 +204,26 @@ def nearest(pixels: Colours, colours: Colours) -> Colours:
     return places[back].reshape(packed.shape)
 
 
-def svg(figure: Figure, name: str) -> str:
-    """For use inside a page: no header, ids of its own, colours as CSS variables that a page's theme sets."""
+def svg(figure: Figure) -> str:
+    """For use inside a page: no header, colours as CSS variables that a page's theme sets.
+
+    Its few ids begin with "figure-", which a page makes its own number of.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%" role="img"', text, count=1)
+    text = _short_ids(text.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:", ""))
     for colour, variable in LIGHT.variables.items():
         text = text.replace(colour, f"var(--{variable})")
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"(?<![\d.])([1-9]\d*\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough
     return re.sub(r"\s*\n\s*", "\n", text)
+
+
+def _short_ids(text: str) -> str:
+    """Only ids that are used, and those short: each letter of a figure refers to one."""
+    used = re.findall(r'(?:href="|url\()#([^")]+)', text)
+    names = {name: f"figure-{i}" for i, name in enumerate(dict.fromkeys(used))}
+    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{names[m[1]]}"' if m[1] in names else "", text)
+    return re.sub(r'(href="|url\()#([^")]+)', lambda m: f"{m[1]}#{names[m[2]]}", text)

@@ -53,5 +53,5 @@ def draw(setting: Setting, name: str, command: str) -> Drawn | None:
     }  # fmt: skip
     with context():
         figure = drawing(setting, words)
-        pictures, vector = png(figure, facts), svg(figure, f"{stem(setting.device)}-{name}")
+        pictures, vector = png(figure, facts), svg(figure)
     return Drawn(name, words, facts["Records"], tuple(commands(records)), pictures, vector)
