@@ -3,6 +3,7 @@
 from ropegrad.api import Explanation, explain, qkv_rope, qkv_rope_backward, rope, rope_backward
 from ropegrad.errors import SpecError
 from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, RopeGrads, RopeOut
+from ropegrad.plan import RopeGraph, RopePlan, plan_rope_backward
 from ropegrad.positions import rope_tables
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -15,10 +16,13 @@ __all__ = [
     "QkvOut",
     "QkvSpec",
     "RopeGrads",
+    "RopeGraph",
     "RopeOut",
+    "RopePlan",
     "RopeSpec",
     "SpecError",
     "explain",
+    "plan_rope_backward",
     "qkv_rope",
     "qkv_rope_backward",
     "rope",

@@ -22,6 +22,7 @@ PAIRS = {
     "portable-torch": ("portable", "torch", "interop"),
     "portable-jax": ("portable", "jax", "interop"),
     "portable-dask": ("portable", "dask", "dask"),
+    "cupy_fused": ("cupy_fused", "cupy", "cuda13"),
     "cupy_plain": ("cupy_plain", "cupy", "cuda13"),
 }
 EXAMPLES = {"portable-jax": 30, "portable-dask": 40}  # every new shape is compiled or planned anew

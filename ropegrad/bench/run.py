@@ -20,8 +20,19 @@ _CUDA = ("bench/limits.py", "bench/products.py", "bench/streams.py", "backends/c
 DECIDES: dict[str, tuple[str, ...]] = {
     "cuda": _CUDA,
     "cublas": _CUDA,
+    "cupy_fused": (
+        "backends/cupy_fused.py",
+        "backends/rope_*.py",
+        "backends/kernels/rope_*",
+        "backends/kernels/memory.cuh",
+        "backends/kernels/numbers.cuh",
+        *_TIMED,
+        *_JUDGED,
+    ),
     "cupy_plain": ("backends/cupy_plain.py", "backends/cublas.py", "maths/layout.py", *_TIMED, *_JUDGED),
     "torch": ("bench/torch_formulas.py", *_TIMED, *_JUDGED),
+    "triton": ("bench/triton_rope.py", *_TIMED, *_JUDGED),
+    "liger": (*_TIMED, *_JUDGED),
 }
 
 

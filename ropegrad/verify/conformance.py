@@ -47,7 +47,10 @@ class Row:
 Progress = Callable[[str], None]
 
 
-NAMESPACES = {"cupy_plain": "cupy"}  # of the arrays that a backend is given; numpy for the others
+NAMESPACES = {
+    "cupy_fused": "cupy",
+    "cupy_plain": "cupy",
+}  # of the arrays that a backend is given; numpy for the others
 
 
 def own_backends(spec: RopeSpec | QkvSpec) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.case import QKV_INPUTS, ROPE_INPUTS, Case, NumpyArray, rope_geometry
+from ropegrad.verify.placing import place
 
 Rng = np.random.Generator
 
@@ -27,7 +28,7 @@ def make_case(
     memory: str = "contiguous",
     name: str = "",
 ) -> Case:
-    """A case of `spec` with data of these kinds (keys of VALUES, TABLES and MEMORY), from `seed` alone."""
+    """A case of `spec` with data of these kinds (of VALUES, TABLES and placing.MEMORY), from `seed` alone."""
     rng = np.random.default_rng(seed)
     geometry = rope_geometry(Case("", spec, {}))
     inputs: dict[str, NumpyArray | None] = {}
@@ -168,6 +169,17 @@ def _random_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     return _cast(cos, spec.table_dtype), _cast(sin, spec.table_dtype)
 
 
+def _equal_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
+    """Normal numbers, the two columns of a pair alike: what a function may need that reads one of them."""
+    made = []
+    for _ in range(2):
+        x = rng.standard_normal((*spec.table_shape[:-1], spec.rotary_dim // 2))
+        if spec.table == "full":
+            x = np.tile(x, 2) if spec.pairing == "half" else np.repeat(x, 2, axis=-1)
+        made.append(_cast(x, spec.table_dtype))
+    return made[0], made[1]
+
+
 def _benchmark_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     """As the benchmark draws them: cos θ and sin φ, θ and φ independent N(0, 1) clipped to ±π."""
     theta, phi = (
@@ -207,6 +219,7 @@ def _nonfinite_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]
 Tables = Callable[[Rng, RopeSpec], tuple[NumpyArray, NumpyArray]]
 TABLES: dict[str, Tables] = {
     "normal": _random_tables,
+    "equal": _equal_tables,
     "benchmark": _benchmark_tables,
     "llama3": _real_tables(500_000.0),
     "base10000": _real_tables(10_000.0),
@@ -214,73 +227,3 @@ TABLES: dict[str, Tables] = {
     "scaled": _real_tables(10_000.0, scale=1.4159),
     "nonfinite": _nonfinite_tables,
 }
-
-
-# ---- memory --------------------------------------------------------------------------------------------
-
-
-def _contiguous(rng: Rng, x: NumpyArray) -> NumpyArray:
-    return x
-
-
-def _transposed(rng: Rng, x: NumpyArray) -> NumpyArray:
-    """The axes in another order in memory; the last need not have unit stride."""
-    order = rng.permutation(x.ndim)
-    return np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
-
-
-def _sliced(rng: Rng, x: NumpyArray) -> NumpyArray:
-    """A window into a larger buffer, as q is in a fused QKV buffer."""
-    axis = int(rng.integers(x.ndim))
-    shape = list(x.shape)
-    shape[axis] += 5
-    buffer = np.full(shape, np.nan, x.dtype)
-    window = buffer[(slice(None),) * axis + (slice(2, 2 + x.shape[axis]),)]
-    window[...] = x
-    return window
-
-
-def _stepped(rng: Rng, x: NumpyArray) -> NumpyArray:
-    """Every second element of the last axis."""
-    buffer = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)
-    buffer[..., ::2] = x
-    return buffer[..., ::2]
-
-
-def _negative(rng: Rng, x: NumpyArray) -> NumpyArray:
-    """Negative strides on a random axis."""
-    axis = int(rng.integers(x.ndim))
-    return np.flip(np.flip(x, axis).copy(), axis)
-
-
-def _expanded(rng: Rng, x: NumpyArray) -> NumpyArray:
-    """Stride 0: one value stands for a whole axis, as after .sum().backward()."""
-    axis = int(rng.integers(x.ndim))
-    if not x.shape[axis]:
-        return x
-    return np.broadcast_to(np.take(x, [0], axis), x.shape)
-
-
-def _misaligned(rng: Rng, x: NumpyArray) -> NumpyArray:
-    """An address that is no multiple of the element's size."""
-    buffer = np.zeros(x.nbytes + 1, np.uint8)
-    view = buffer[1:].view(x.dtype).reshape(x.shape)
-    view[...] = x
-    return view
-
-
-Memory = Callable[[Rng, NumpyArray], NumpyArray]
-MEMORY: dict[str, Memory] = {
-    "contiguous": _contiguous, "transposed": _transposed, "sliced": _sliced, "stepped": _stepped,
-    "negative": _negative, "expanded": _expanded, "misaligned": _misaligned,
-}  # fmt: skip
-
-
-def place(rng: Rng, x: NumpyArray, memory: str, name: str) -> NumpyArray:
-    """The same values in memory of another kind, read-only; `mixed` draws a kind for each array."""
-    kinds = list(MEMORY)
-    kind = kinds[int(rng.integers(len(kinds)))] if memory == "mixed" else memory
-    placed = MEMORY[kind](rng, x) if x.ndim else x
-    placed = placed.view()
-    placed.flags.writeable = False
-    return placed

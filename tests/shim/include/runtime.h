@@ -16,6 +16,7 @@ enum { OWN = -3, STATIC_SHARED = -2, DYNAMIC_SHARED = -1 };
 struct Region { uintptr_t begin, end; int array, writable; };
 
 struct Launch {
+    unsigned long long most;  // loads and stores: more are an endless loop
     unsigned grid[3], block[3], shared, order;  // order: 0 ascending, 1 descending, else a seed
     void** arguments;
     const size_t* sizes;
@@ -38,4 +39,4 @@ void check(uintptr_t address, size_t size, Access access, uintptr_t site);
 }  // namespace shim
 
 extern const shim::Kernel shim_kernels[];
-extern "C" void shim_touch_thread_storage();  // so that the loader has made this thread's __shared__ variables
+extern "C" void shim_touch_thread_storage();  // makes the loader make this thread's __shared__ variables
