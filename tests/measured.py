@@ -57,6 +57,18 @@ def rope_case(case, **where):
     yield contender("rope", case, 2.0 * ceiling, "torch compile", formula="halves", bits=23.8, **where)
 
 
+def without_tables(case, suite="rope-qk", **where):
+    """A suite of other gradients of the same cases: fewer bytes, its own ceilings, another rival."""
+    cost = rope_cost(replace(SUITES["rope"]()[case], needs=("q", "k")))
+    us, half = cost.moved / 4.2e6 + 3, {"bytes_read": cost.moved // 2, "bytes_written": cost.moved // 2}
+    yield record("copy", case, us, backend="cuda", spec={"suite": suite}, **half, **where)
+    for backend, slower in (("cupy_plain", 1.1), ("liger", 1.7)):
+        facts = {"bytes_read": cost.read, "bytes_written": cost.written, "flops": cost.flops}
+        facts |= {"spec": {"suite": suite} | asdict(replace(SUITES["rope"]()[case], needs=("q", "k")))}
+        facts |= {"options": {"contender": backend}, "effective_bits": {"grad_q": 24.7}}
+        yield record("rope", case, us * slower, backend=backend, **facts, **where)
+
+
 def qkv_case(case, **where):
     """The bare products of each precision, ours at each promise, and PyTorch."""
     flops = qkv_cost(SUITES["qkv"]()[case]).flops

@@ -1,7 +1,7 @@
 """Which record is held against which ceiling, which times count, and what is averaged."""
 
 import pytest
-from measured import changed, contender, qkv_case, record, rope_case, suites
+from measured import changed, contender, qkv_case, record, rope_case, suites, without_tables
 
 from ropegrad.bench.datasheet import find
 from ropegrad.cost import rope_cost
@@ -88,6 +88,19 @@ def test_devices_and_protocols_stay_apart_and_graph_makes_the_figures():
     assert found[2].points[0].of_datasheet is None
     only_span = settings([*rope_case(ROPE, protocol="span/cupti"), changed(limits[0], protocol="graph")])
     assert [one.protocol for one in shown(only_span)] == ["span/cupti"]
+
+
+def test_suites_of_the_same_cases_are_not_mixed():
+    setting = only([*rope_case(ROPE), *qkv_case(QKV), *without_tables(ROPE), *without_tables(ROPE, "other")])
+    assert setting.suites == ["rope", "qkv", "rope-qk", "other"]
+    found = {suite: {p.series.name: p for p in setting.of(suite)} for suite in setting.suites}
+    assert set(found["rope-qk"]) == {"cupy_plain", "liger"}
+    assert "liger" not in found["rope"]
+    assert found["rope-qk"]["liger"].series.rival
+    for suite in ("rope-qk", "other"):
+        assert found[suite]["cupy_plain"].ceiling.spec == {"suite": suite}
+        assert found[suite]["cupy_plain"].of_ceiling == pytest.approx(1 / 1.1, rel=1e-4)
+    assert len(setting.records) == 7 + 6 + 3 + 3 + 2
 
 
 def test_dtypes_are_not_mixed():

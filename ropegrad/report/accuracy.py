@@ -5,9 +5,10 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ropegrad.bench.facts import OPS
 from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
-from ropegrad.report.rows import SUITES, Point, Setting
+from ropegrad.report.rows import Point, Setting
 
 PROMISES = {"high: 11.5 bits": 11.5, "medium: 8.5 bits": 8.5}  # what `verify` demands of those precisions
 
@@ -19,7 +20,7 @@ def measured(setting: Setting, op: str) -> list[Point]:
 
 def describe(setting: Setting) -> About | None:
     """Title and records; none where no effective bits were measured."""
-    records = used(point for op in SUITES for point in measured(setting, op))
+    records = used(point for op in OPS for point in measured(setting, op))
     notes = [
         "Marker: the worst output of the worst case, at the mean time of all cases; bar: from there to the "
         "best case's worst output. Effective bits: −log₂ of the root mean square of error ÷ √Σ(terms²)."
@@ -29,7 +30,7 @@ def describe(setting: Setting) -> About | None:
 
 def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation."""
-    found = [op for op in SUITES if measured(setting, op)]
+    found = [op for op in OPS if measured(setting, op)]
     known = marks(setting)
     figure, axes = sheet(1, len(found), 5.4)
     for place, op in zip(axes, found, strict=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ropegrad.bench.facts import OPS
 from ropegrad.records import Record
 from ropegrad.report.published import Published, limit_us, predict
-from ropegrad.report.rows import SUITES, Point, Series, Setting, counts
+from ropegrad.report.rows import Point, Series, Setting, counts
 from ropegrad.report.summary import lines, scores
 
 MISSING = "–"
@@ -119,7 +120,7 @@ def sol_scores(setting: Setting) -> Grid:
             f"{op}: {one.series.label}", str(one.cases), number(one.us), number(one.base_us),
             number(one.sol_us), number(one.score, 2),
         )
-        for op in SUITES
+        for op in setting.suites
         for one in scores(setting, op)
     ]  # fmt: skip
     return Grid(("SOL score (this device)", "cases", "T, µs", "T_base, µs", "T_sol, µs", "score"), rows)
@@ -127,7 +128,7 @@ def sol_scores(setting: Setting) -> Grid:
 
 def predictions(setting: Setting) -> Iterator[str]:
     """What a device might do that was not measured, as a sentence that says so."""
-    for op in SUITES:
+    for op in OPS:
         found = predict(setting, op)
         if found is not None:
             yield (

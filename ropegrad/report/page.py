@@ -12,7 +12,7 @@ from ropegrad.report.figures import Drawn
 from ropegrad.report.grids import Grid, predictions, published_records, sol_scores, summary
 from ropegrad.report.published import limit_us, published
 from ropegrad.report.records_table import provenance, records_table
-from ropegrad.report.rows import SUITES, Setting, digest
+from ropegrad.report.rows import Setting, digest
 
 
 def page(found: Sequence[Setting], drawn: Sequence[tuple[Setting, Sequence[Drawn]]], command: str) -> str:
@@ -25,7 +25,7 @@ def page(found: Sequence[Setting], drawn: Sequence[tuple[Setting, Sequence[Drawn
     ]
     for setting, figures in drawn:
         parts.append(f"<h2>{escape(setting.device)}, {escape(setting.protocol)}</h2>")
-        parts += [table(summary(setting, op)) for op in SUITES if setting.of(op)]
+        parts += [table(summary(setting, op)) for op in setting.suites]
         parts += [_figure(one, f"{len(parts)}-{i}", command) for i, one in enumerate(figures)]
         parts += _scores(setting)
         parts += [f"<p>{escape(sentence)}</p>" for sentence in predictions(setting)]

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ropegrad.bench.facts import OPS
 from ropegrad.records import Record
 from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet, spread
 from ropegrad.report.marks import About, about, dot, legend, marks, used
@@ -62,7 +63,7 @@ def _fastest(records: Sequence[Record], work: str) -> tuple[Record, float] | Non
 def describe(setting: Setting) -> About | None:
     """Title and records; none without a ceiling to draw."""
     some = any(memory(setting)) or any(compute(setting))
-    records = used(setting.points, setting.limits) if some else []
+    records = used(_shown(setting), setting.limits) if some else []
     notes = [
         "Every input counts as read once, every output as written once. Slopes: memory; flat: dense "
         "matrix products, TFLOP/s."
@@ -70,21 +71,26 @@ def describe(setting: Setting) -> About | None:
     return about("Roofline", setting, records, notes)
 
 
+def _shown(setting: Setting) -> list[Point]:
+    """The suites that ask for every gradient."""
+    return [point for op in OPS for point in setting.of(op)]
+
+
 def draw(setting: Setting, words: Words) -> Figure:
     """Slopes, flats, and a marker a case and contender."""
     slopes, flats = list(memory(setting)), list(compute(setting))
     found = marks(setting)
     figure, [axes] = sheet(1, 1, 6.2)
-    low, high = _limits(list(map(_place, setting.points)), slopes, flats)
+    low, high = _limits(list(map(_place, _shown(setting))), slopes, flats)
     axes.set(xlim=low[:1] + high[:1], ylim=low[1:] + high[1:])
     unit, scale = ("TFLOP/s", 1e12) if high[1] > 1e12 else ("GFLOP/s", 1e9)
     plain_log(axes, x=True, y=True, y_unit=scale)
     axes.set(xlabel="arithmetic intensity, FLOP per byte", ylabel=unit)
     handles = _draw_slopes(axes, slopes, flats, high)
     _draw_flats(axes, slopes, flats, high)
-    for series, points in setting.series().items():
-        axes.plot(*zip(*map(_place, points), strict=True), **dot(series, found))
-    handles += legend(found, setting.points)
+    for point in _shown(setting):
+        axes.plot(*_place(point), **dot(point.series, found))
+    handles += legend(found, _shown(setting))
     frame(figure, words, handles, right=1.75 if flats else 0.3)
     return figure
 

@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ropegrad.bench.facts import OPS
 from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
-from ropegrad.report.rows import SUITES, Point, Setting
+from ropegrad.report.rows import Point, Setting
 
 
 def comparable(setting: Setting, op: str) -> list[Point]:
@@ -28,14 +29,14 @@ def comparable(setting: Setting, op: str) -> list[Point]:
 
 def describe(setting: Setting) -> About | None:
     """Title and records; none where all cases have one size."""
-    points = [point for op in SUITES for point in comparable(setting, op)]
+    points = [point for op in OPS for point in comparable(setting, op)]
     notes = ["Where several cases have as many tokens, the line goes through their median."]
     return about("Time against tokens", setting, used(points), notes)
 
 
 def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation."""
-    found = [op for op in SUITES if comparable(setting, op)]
+    found = [op for op in OPS if comparable(setting, op)]
     known = marks(setting)
     figure, axes = sheet(1, len(found), 5.6)
     for place, op in zip(axes, found, strict=True):

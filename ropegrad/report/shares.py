@@ -9,15 +9,16 @@ from matplotlib.patches import Patch
 
 from ropegrad.report.canvas import LIGHT, Words, frame, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
-from ropegrad.report.rows import SUITES, Point, Series, Setting
+from ropegrad.report.rows import Point, Series, Setting
 
+WITHOUT_TABLES = "rope-qk: gradients of q and k alone; -bshd: tensors in the order [B, S, H, D]."
 Panel = tuple[str, Series, list[Point]]
 
 
 def panels(setting: Setting) -> list[Panel]:
     """Operation, our fastest contender of a precision and dtype, and its points that have a ceiling."""
     best: dict[tuple[str, str | None, str], Panel] = {}
-    for op in SUITES:
+    for op in setting.suites:
         for series, points in setting.series(op).items():
             known = [p for p in points if p.of_ceiling is not None or p.of_datasheet is not None]
             if series.rival or not known:
@@ -61,6 +62,8 @@ def describe(setting: Setting) -> About | None:
         "the bare matrix products that keep the same promise (qkv: IEEE float32 for highest, else the faster "
         "of TF32 and fp16)."
     )
+    if [suite for suite in setting.suites if suite.startswith("rope-qk")]:
+        notes.append(WITHOUT_TABLES)
     return about("Share of the ceiling, by case", setting, records, notes)
 
 

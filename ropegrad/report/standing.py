@@ -9,12 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ropegrad.bench.facts import OPS
 from ropegrad.report.canvas import LIGHT, WIDTH, Words, frame, sheet
 from ropegrad.report.marks import About, about, dot, marks, used
 from ropegrad.report.published import Prediction, limit_us, predict, published
-from ropegrad.report.rows import SUITES, Setting
+from ropegrad.report.rows import Setting
 from ropegrad.report.summary import Line, lines
-from ropegrad.suites import SUITES as WORKLOADS
+from ropegrad.suites import SUITES
 
 LEFT, RIGHT = 2.15, 0.2  # margins, inches
 SHOWN = 5  # published records by name; all are in the page's table
@@ -28,14 +29,14 @@ def ours(setting: Setting, op: str) -> list[Line]:
         if not line.series.rival
         and line.series.dtype == "float32"
         and line.floor_us
-        and {p.record.case for p in setting.series(op)[line.series]} == set(WORKLOADS[op]())
+        and {p.record.case for p in setting.series(op)[line.series]} == set(SUITES[op]())
     ]
 
 
 def describe(setting: Setting) -> About | None:
     """Title and records; none where no suite of ours is complete."""
-    shown = {op: {line.series for line in ours(setting, op)} for op in SUITES}
-    records = used(p for op in SUITES for p in setting.of(op) if p.series in shown[op])
+    shown = {op: {line.series for line in ours(setting, op)} for op in OPS}
+    records = used(p for op in OPS for p in setting.of(op) if p.series in shown[op])
     one = published()["rope"]
     notes = [
         f"Published: {one.device}, {one.protocol}, {one.statistic}; {one.source}, {one.last_observed} and "
@@ -44,14 +45,14 @@ def describe(setting: Setting) -> About | None:
         "rate (qkv), by datasheet. Other devices, clocks and protocols: not a ranking.",
     ]
     notes += [
-        f"Prediction, {op}: {found.basis}." for op in SUITES if (found := predict(setting, op)) is not None
+        f"Prediction, {op}: {found.basis}." for op in OPS if (found := predict(setting, op)) is not None
     ]
     return about("Published records, ours, and a prediction", setting, records, notes)
 
 
 def draw(setting: Setting, words: Words) -> Figure:
     """A column an operation; published, measured and predicted are places of their own."""
-    found = {op: ours(setting, op) for op in SUITES}
+    found = {op: ours(setting, op) for op in OPS}
     found = {op: own for op, own in found.items() if own}
     most = max(len(own) for own in found.values())
     guesses = {op: predict(setting, op) for op in found}
