@@ -148,7 +148,7 @@ def verify(
     """Judge gradients: every element of every output, against an exact oracle.
 
     With TARGET, a function of yours: package.module:function or path/to/file.py:function. It is called with
-    the problem's inputs in the problem's order, in a process of its own, on some hundred problems; a wrong
+    the problem's inputs in the problem's order, in a process of its own, on dozens of problems; a wrong
     one gets its fault named. Without TARGET, ropegrad's own backends: the named edge cases and the 16 + 16
     workloads of benchmark problems 068 (rope) and 064 (qkv), on inputs as the benchmark draws them and as
     training sees them. Exit status: 0 right, 1 wrong, 2 could not be judged.
