@@ -64,9 +64,9 @@ def test_a_readme_without_markers_is_said(tables, copy):
         tables["write"](root)
 
 
-def test_of_a_device_the_limits_alone_count_only_until_there_is_more(tables, tmp_path):
+def test_limits_come_first_and_other_files_do_not_count(tables, tmp_path):
     folder = tmp_path / "analysis" / "results"
     folder.mkdir(parents=True)
-    for name in ("campaign", "limits-a", "limits-a-again", "limits-b", "a", "cpu"):
+    for name in ("campaign", "plain-kernels-a", "limits-a", "limits-a-again", "a", "cpu"):
         (folder / f"{name}.jsonl").touch()
-    assert [file.stem for file in tables["published"](tmp_path)] == ["a", "cpu", "limits-b"]
+    assert [file.stem for file in tables["published"](tmp_path)] == ["limits-a", "a", "cpu"]

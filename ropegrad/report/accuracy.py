@@ -32,7 +32,7 @@ def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation."""
     found = [op for op in OPS if measured(setting, op)]
     known = marks(setting)
-    figure, axes = sheet(1, len(found), 5.4)
+    figure, axes = sheet(1, len(found), 2.9)
     for place, op in zip(axes, found, strict=True):
         _panel(place, setting, op, known)
     frame(

@@ -56,7 +56,7 @@ DARK = Theme(
 )  # fmt: skip
 Colours = npt.NDArray[np.uint8]
 STAR = "* of several formulas, or with results into given arrays and into fresh ones, each case's fastest"
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "h")
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "h", "<", ">", "p", "*")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ def context() -> AbstractContextManager[None]:
 def sheet(
     rows: int, columns: int, height: float, ratios: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row; margins come with `frame`. ratios: of the rows' heights."""
+    """A figure and its axes, row by row; margins come with `frame`.
+
+    height: of all rows with what is between them, in inches; ratios: of the rows.
+    """
     figure = Figure(figsize=(WIDTH, height), dpi=DPI)
     axes = figure.subplots(rows, columns, squeeze=False, height_ratios=ratios)
     return figure, list(axes.flat)
@@ -104,13 +107,15 @@ def frame(
     between: tuple[float, float] = (0.25, 0.45),
 ) -> None:
     """Title above, legend and provenance below; margins in inches, space between axes in their own sizes."""
-    width, height = figure.get_size_inches()
+    width, inside = figure.get_size_inches()
     rows = -(-len(handles) // columns)
     starred = any(str(handle.get_label()).endswith("*") for handle in handles)
     footer = [*words.notes, *([STAR] if starred else []), words.provenance]
-    bottom = 0.62 + 0.22 * rows + 0.17 * len(footer)
+    bottom, top = 0.62 + 0.22 * rows + 0.17 * len(footer), 0.95
+    height = inside + bottom + top
+    figure.set_size_inches(width, height)
     figure.subplots_adjust(
-        left=left / width, right=1 - right / width, top=1 - 0.95 / height, bottom=bottom / height,
+        left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height,
         wspace=between[0], hspace=between[1],
     )  # fmt: skip
     figure.text(0.15 / width, 1 - 0.3 / height, words.title, fontsize=13, fontweight="bold")

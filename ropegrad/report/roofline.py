@@ -64,10 +64,9 @@ def describe(setting: Setting) -> About | None:
     """Title and records; none without a ceiling to draw."""
     some = any(memory(setting)) or any(compute(setting))
     records = used(_shown(setting), setting.limits) if some else []
-    notes = [
-        "Every input counts as read once, every output as written once. Slopes: memory; flat: dense "
-        "matrix products, TFLOP/s."
-    ]
+    notes = ["Every input counts as read once, every output as written once. Slopes: memory."]
+    if any(compute(setting)):
+        notes[0] += " Flat: dense matrix products, TFLOP/s."
     return about("Roofline", setting, records, notes)
 
 
@@ -80,7 +79,7 @@ def draw(setting: Setting, words: Words) -> Figure:
     """Slopes, flats, and a marker a case and contender."""
     slopes, flats = list(memory(setting)), list(compute(setting))
     found = marks(setting)
-    figure, [axes] = sheet(1, 1, 6.2)
+    figure, [axes] = sheet(1, 1, 3.6)
     low, high = _limits(list(map(_place, _shown(setting))), slopes, flats)
     axes.set(xlim=low[:1] + high[:1], ylim=low[1:] + high[1:])
     unit, scale = ("TFLOP/s", 1e12) if high[1] > 1e12 else ("GFLOP/s", 1e9)
@@ -105,8 +104,9 @@ def _place(point: Point) -> Corner:
 
 def _limits(rates: Sequence[Corner], slopes: Sequence[Roof], flats: Sequence[Roof]) -> tuple[Corner, Corner]:
     """Corners of the plot: all points, the ridges of all roofs, and some air."""
-    top = max([roof.rate for roof in flats] + [y for _, y in rates])
-    wide = max([x for x, _ in rates] + [roof.rate / slopes[0].rate for roof in flats if slopes] + [10.0])
+    wide = max([x for x, _ in rates] + [roof.rate / slopes[0].rate for roof in flats if slopes] + [1.0])
+    highest = [roof.rate for roof in flats] or [roof.rate * wide for roof in slopes]
+    top = max(highest + [y for _, y in rates])
     left = min([x for x, _ in rates] + [0.5])
     floor = min([y for _, y in rates] + [roof.rate * left for roof in slopes])
     return (left / 2, floor / 2), (wide * 4, top * 2)

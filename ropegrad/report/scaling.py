@@ -38,7 +38,7 @@ def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation."""
     found = [op for op in OPS if comparable(setting, op)]
     known = marks(setting)
-    figure, axes = sheet(1, len(found), 5.6)
+    figure, axes = sheet(1, len(found), 3.1)
     for place, op in zip(axes, found, strict=True):
         _panel(place, setting, op, known)
     handles = legend(known, [point for op in found for point in comparable(setting, op)])

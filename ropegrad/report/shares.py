@@ -74,7 +74,7 @@ def draw(setting: Setting, words: Words) -> Figure:
     rows = -(-len(found) // columns)
     longest = max(len(points) for _, _, points in found)
     tall = 0.3 + 0.235 * longest
-    figure, axes = sheet(rows, columns, 2.6 + rows * tall + (rows - 1) * 0.85)
+    figure, axes = sheet(rows, columns, rows * tall + (rows - 1) * 0.85)
     for spare in axes[len(found) :]:
         spare.set_visible(False)
     beside: list[Point] = []

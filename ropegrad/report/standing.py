@@ -57,9 +57,7 @@ def draw(setting: Setting, words: Words) -> Figure:
     most = max(len(own) for own in found.values())
     guesses = {op: predict(setting, op) for op in found}
     heights = [SHOWN + 1, most + 0.5, *([1.5] if any(guesses.values()) else [])]
-    figure, axes = sheet(
-        len(heights), len(found), 3.3 + 0.24 * sum(heights) + 0.5 * len(heights), ratios=heights
-    )
+    figure, axes = sheet(len(heights), len(found), 0.24 * sum(heights) + 0.5 * len(heights), ratios=heights)
     for column, (op, own) in enumerate(found.items()):
         mine = axes[column :: len(found)]
         _published(mine[0], op)
