@@ -1,4 +1,4 @@
-"""The tensor-core backend on NumPy arrays: its own steps and kernels on the CPU, cuBLAS's products in NumPy."""
+"""The tensor-core backend on NumPy arrays: its own steps and kernels on the CPU, products in NumPy."""
 
 import functools
 from collections.abc import Iterable
@@ -11,9 +11,10 @@ import shim
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends import qkv_launch
-from ropegrad.backends.cublas import Narrow
+from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance, kernel_text
-from ropegrad.backends.qkv_launch import OPERANDS, Launch, Placed, Steps, aside_of, prepare
+from ropegrad.backends.qkv_launch import OPERANDS, Launch, Placed, Room, Steps, aside_of, prepare
+from ropegrad.backends.qkv_status import STATE
 from ropegrad.backends.qkv_workspace import CUBLAS, workspace
 from ropegrad.spec import QkvSpec
 from ropegrad.verify.case import Case, NumpyArray
@@ -21,10 +22,6 @@ from ropegrad.verify.case import Case, NumpyArray
 Arrays = dict[str, NumpyArray]
 Fault = tuple[str, str]
 DTYPES = ("float32", "float16", "bfloat16")
-STATE = np.dtype(
-    [("exponent", "3i4"), ("again", "3i4"), ("again_d", "i4"), ("own", "2i4"), ("own_columns", "3i4"),
-     ("unscale", "2i4"), ("alpha", "2f4"), ("one", "f4"), ("zero", "f4"), ("largest", "3u4")]
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,8 @@ class Launching:
     """How the kernels are launched.
 
     order: of threads. fault: text of the kernels and what stands in its place. into: outputs lie in every
-    second row of larger arrays. flushes: the products' results lose subnormals, as a GPU's may. widest: channels an access.
+    second row of larger arrays. flushes: the products' results lose subnormals, as a GPU's may. widest:
+    channels an access.
     """
 
     order: int = 0
@@ -61,8 +59,8 @@ def whole(case: Case, launching: Launching = PLAIN) -> tuple[Arrays, np.void]:
     size = workspace(spec, aside_of(spec, placed)).size
     memory = shim.empty(size, np.uint8)
     with mock.patch.object(qkv_launch, "vectors", functools.partial(_narrower, launching.widest)):
-        steps = prepare(spec, placed, memory.__array_interface__["data"][0], 2)
-    assert steps.workspace == size
+        at = memory.__array_interface__["data"][0]
+        steps = prepare(spec, placed, Room(at, at), 2)
     execute(spec, steps, [*arrays.values(), memory[: size - CUBLAS]], launching)
     state = memory[: STATE.itemsize].view(STATE)[0] if size else np.zeros((), STATE)[()]
     return {name: arrays[name] for name in case.outputs}, state
@@ -119,7 +117,8 @@ def multiply(p: Narrow, operand: str, flushes: bool) -> None:
 
 def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> NumpyArray:
     interface = {
-        "version": 3, "shape": shape, "strides": strides, "data": (address, False), "typestr": f"|V{np.dtype(dtype).itemsize}",
+        "version": 3, "typestr": f"|V{np.dtype(dtype).itemsize}",
+        "data": (address, False), "shape": shape, "strides": strides,
     }  # fmt: skip
     holder = type("Holder", (), {"__array_interface__": interface})()
     return np.asarray(holder).view(dtype)

@@ -25,7 +25,7 @@ LAYERS = (
     ("cost", "tiles", "suites", "calls", "outputs"),
     ("maths",),
     ("backends",),
-    ("plan", "info"),
+    ("plan", "qkv_plan", "info"),
     ("api", "positions"),
     ("ropegrad",),
     ("interop",),

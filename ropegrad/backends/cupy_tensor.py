@@ -1,12 +1,13 @@
 """Gradients of the QKV projections on tensor cores, as accurate as TF32 or bfloat16 promise on any range.
 
-One memory pass (kernels/qkv_pass.cu) undoes RoPE and writes the three matrices as scaled 16-bit numbers, two
-cuBLAS products follow. `qkv_launch` says which steps; here they are made, on the arrays' device and the current
-stream, without waiting for the device: a CUDA graph can capture all of it.
+One memory pass (kernels/qkv_pass.cu) undoes RoPE and writes the three matrices as scaled 16-bit numbers; two
+cuBLAS products follow. `qkv_launch` says which steps; here they are made, on the arrays' device and the
+current stream, without waiting for the device: a CUDA graph can capture all of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from array import array
@@ -17,7 +18,7 @@ import numpy as np
 
 from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
-from ropegrad.backends.cublas import Narrow, multiply_narrow
+from ropegrad.backends.cublas_narrow import Narrow, multiply_narrow
 from ropegrad.backends.cupy_fused import multiprocessors, on_device
 from ropegrad.backends.cupy_plain import CupyPlain
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
@@ -26,18 +27,20 @@ from ropegrad.backends.qkv_launch import (
     Fill,
     Launch,
     Placed,
+    Room,
     Steps,
     aside_of,
     prepare,
     vectors,
 )
-from ropegrad.backends.qkv_workspace import CUBLAS, Workspace, workspace
+from ropegrad.backends.qkv_status import Status, status_of
+from ropegrad.backends.qkv_workspace import ALIGNED, CUBLAS, STATE, Workspace, products_of, workspace
 from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec, RopeSpec
 
 _PLAIN = CupyPlain()
 OLDEST = 80  # compute capability: conversion to bfloat16, and its tensor cores
-MOST_TOKENS = 1 << 31
+MOST = 1 << 31  # of tokens, and of columns
 
 
 @dataclass(frozen=True)
@@ -58,21 +61,18 @@ class CupyTensor:
             return f"its 16-bit operands cannot keep precision={spec.precision!r}"
         if spec.rope.compute == "float64":
             return "it sums in float32, this is float64"
-        if spec.tokens >= MOST_TOKENS:
-            return f"more than {MOST_TOKENS - 1} tokens"
+        if max(spec.tokens, spec.hidden_size or 0, *map(spec.rows, "qkv")) >= MOST:
+            return f"a matrix with {MOST:,} rows or columns, or more"
         return _too_old()
 
     def explain(self, spec: RopeSpec | QkvSpec, inputs: Inputs) -> list[str]:
         """The steps, the rule of the scales, the memory."""
         assert isinstance(spec, QkvSpec)
-        placed = {name: place(x) for name, x in inputs.items()}
-        widths = vectors(spec, placed)
-        return describe(spec, widths)
+        return describe(spec, vectors(spec, {name: place(x) for name, x in inputs.items()}))
 
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of the projections and RoPE; see `ropegrad.qkv_rope_backward`."""
-        device = next(iter(inputs.values())).data.device_id
-        with on_device(device):
+        with device_of(inputs):
             results = out if out is not None else allocate(spec)
             run(spec, inputs | results)
         return results
@@ -110,13 +110,28 @@ def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
         f"one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as {operand}, "
         f"{widths[0] * size} and {widths[1] * size} bytes an access; cuBLAS multiplies with float32 sums",
         "scales are powers of two, guessed from 4096 elements of each matrix and judged on the device by the "
-        "maxima of rows and columns: one for a matrix; where its range is too wide, one a row of gradients and "
-        "a column of hidden states and weights",
+        "maxima of rows and columns: one for a matrix; where its range is too wide, one for each token or "
+        "channel of the gradients, for each column of hidden states and weights",
         f"workspace of {workspace(spec).size} bytes for contiguous outputs",
     ]
 
 
+def describe_dense(spec: QkvSpec) -> list[str]:
+    """The steps for contiguous arrays."""
+    return describe(spec, vectors(spec, {}))
+
+
+def read_status(state: Array) -> Status:
+    """The status that a call has left; waits for the device."""
+    return status_of(state.get().tobytes())
+
+
 # ---- running -----------------------------------------------------------------------------------------------
+
+
+def device_of(inputs: Inputs) -> contextlib.AbstractContextManager[Any]:
+    """The inputs' device as the current one."""
+    return on_device(next(iter(inputs.values())).data.device_id)
 
 
 def place(x: Array) -> Placed:
@@ -146,25 +161,30 @@ def needed(spec: QkvSpec, arrays: dict[str, Array]) -> Workspace:
     return workspace(spec, aside_of(spec, {name: place(x) for name, x in arrays.items()}))
 
 
-def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) -> Array:
-    """All steps on judged inputs and outputs, on the current device and stream; returns the workspace.
+def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) -> Array | None:
+    """All steps on judged inputs and outputs, on the current device and stream.
 
-    memory: bytes of the device, as many as `needed` says. Raises SpecError where they are too few.
+    memory: bytes of the device, as many as `needed` says; its first ones then hold the state. Returns the
+    state's bytes, None where there is no product. Raises SpecError where memory is too small.
     """
     import cupy
 
-    blocks = needed(spec, arrays)
-    if memory is None:
-        memory = cupy.empty(max(blocks.size, 1), np.uint8)
-    if memory.nbytes < blocks.size:
-        raise SpecError(f"the workspace has {memory.nbytes} bytes: this call needs {blocks.size}")
+    size = needed(spec, arrays).size
+    state = cupy.empty(STATE, np.uint8) if memory is None else memory[:STATE]
+    memory = cupy.empty(size, np.uint8) if memory is None else memory
+    at, state_at = place(memory).address, place(state).address
+    if memory.nbytes < size or at % ALIGNED:
+        raise SpecError(
+            f"the workspace has {memory.nbytes} bytes at address {at}: this call needs {size} "
+            f"at a multiple of {ALIGNED}"
+        )
     placed = {name: place(x) for name, x in arrays.items()}
-    steps = prepare(spec, placed, memory.data.ptr, multiprocessors(cupy.cuda.runtime.getDevice()))
-    execute(steps, spec, memory.data.ptr + blocks.offsets["cublas"])
-    return memory
+    count = multiprocessors(cupy.cuda.runtime.getDevice())
+    execute(prepare(spec, placed, Room(at, state_at), count), spec)
+    return state if any(products_of(spec)) else None
 
 
-def execute(steps: Steps, spec: QkvSpec, cublas_workspace: int) -> None:
+def execute(steps: Steps, spec: QkvSpec) -> None:
     """Make every step on the current stream."""
     import cupy
 
@@ -173,7 +193,7 @@ def execute(steps: Steps, spec: QkvSpec, cublas_workspace: int) -> None:
         if isinstance(step, Launch):
             launch(kernels[step.entry], step)
         elif isinstance(step, Narrow):
-            multiply_narrow(step, OPERANDS[spec.precision], cublas_workspace, CUBLAS)
+            multiply_narrow(step, OPERANDS[spec.precision], steps.cublas, CUBLAS)
         else:
             assert isinstance(step, Fill)
             stream = cupy.cuda.get_current_stream().ptr

@@ -10,15 +10,15 @@ FOLDER = Path(__file__).parent / "kernels"
 PARTS = ("numbers.cuh", "memory.cuh", "qkv_inputs.cuh", "qkv_scales.cuh", "qkv_pass.cu")
 
 _TYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
-_KERNELS = {  # parameters behind `Arguments`, the body, threads of a block
-    "qkv_guess": ("", "qkv_guess_of<I>(a)", 1024),
-    "qkv_convert": (", const long long turn", "qkv_convert_of<I>(a, turn)", 256),
-    "qkv_judge": ("", "qkv_judge_of<I>(a)", 1024),
-    "qkv_finish": (", const Finish finish", "finish_all<I>(a, finish)", 256),
-    "qkv_biases": (", const Biases biases", "bias_all<I>(a, biases)", 1024),
+_KERNELS = {  # parameters behind `Arguments`, the body, threads of a block; blocks that must fit
+    "qkv_guess": ("", "qkv_guess_of<I>(a)", 1024, 1),
+    "qkv_convert": (", const long long turn", "qkv_convert_of<I>(a, turn)", 256, 3),
+    "qkv_judge": ("", "qkv_judge_of<I>(a)", 1024, 1),
+    "qkv_finish": (", const Finish finish", "finish_all<I>(a, finish)", 256, 4),
+    "qkv_biases": (", const Biases biases", "bias_all<I>(a, biases)", 1024, 1),
 }
 ENTRIES = tuple(_KERNELS)
-THREADS = {entry: threads for entry, (_, _, threads) in _KERNELS.items()}
+THREADS = {entry: threads for entry, (_, _, threads, _) in _KERNELS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class Instance:
         values = " ".join(f"static constexpr int {name} = {int(getattr(self, name))};" for name in names)
         instance = f"instance{suffix}"
         text = [f"struct {instance} {{ {types} {values} }};"]
-        for entry, (parameters, body, threads) in _KERNELS.items():
+        for entry, (parameters, body, threads, blocks) in _KERNELS.items():
             text.append(
-                f'extern "C" __global__ void __launch_bounds__({threads})\n'
+                f'extern "C" __global__ void __launch_bounds__({threads}, {blocks})\n'
                 f"{entry}{suffix}(const Arguments a{parameters}) {{ using I = {instance}; {body}; }}"
             )
         return "\n".join(text) + "\n"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
-from ropegrad.backends.cublas import Narrow
+from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.qkv_instance import THREADS, Instance
 from ropegrad.backends.qkv_workspace import (
     biases_of,
@@ -61,22 +61,29 @@ Step = Launch | Narrow | Fill
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done, in order; which instance is launched; bytes of workspace that it was made for."""
+    """What is done, in order; which instance is launched; where cuBLAS has its workspace."""
 
     instance: Instance
     steps: tuple[Step, ...]
-    workspace: int
+    cublas: int
 
 
-def prepare(spec: QkvSpec, arrays: dict[str, Placed], memory: int, multiprocessors: int) -> Steps:
-    """The steps for these inputs and outputs by name; `memory` is the workspace's address.
+class Room(NamedTuple):
+    """Addresses of the workspace and of the state, which may stand in it or apart."""
+
+    memory: int
+    state: int
+
+
+def prepare(spec: QkvSpec, arrays: dict[str, Placed], room: Room, multiprocessors: int) -> Steps:
+    """The steps for these inputs and outputs by name.
 
     Raises SpecError for arrays that no GPU can read.
     """
     for name, one in arrays.items():
         _judge(spec, name, one)
-    problem = _Problem(spec, arrays, memory, multiprocessors)
-    return Steps(problem.instance, tuple(problem.all_steps()), workspace(spec, problem.aside).size)
+    problem = _Problem(spec, arrays, room, multiprocessors)
+    return Steps(problem.instance, tuple(problem.all_steps()), problem.block("cublas"))
 
 
 def _judge(spec: QkvSpec, name: str, one: Placed) -> None:
@@ -144,7 +151,7 @@ class _Problem:
 
     spec: QkvSpec
     arrays: dict[str, Placed]
-    memory: int
+    room: Room
     multiprocessors: int
 
     @property
@@ -185,19 +192,19 @@ class _Problem:
         spec, width = self.spec, width_of(self.spec, parts_of(self.spec))
         out = self.arrays["grad_hidden_states"]
         aside = "hidden_states" in self.aside
-        at = self._block("product") if aside else out.address
-        left, right = (self._block("d"), pitch(width), False), (self._block("w"), pitch(self._columns))
+        at = self.block("product") if aside else out.address
+        left, right = (self.block("d"), pitch(width), False), (self.block("w"), pitch(self._columns))
         yield from self._product(0, left, right, at, spec.tokens, width)
         yield from self._finish(arguments, 0, at, self._token_rows(out), spec.tokens, self._inner, 0, aside)
 
     def _weights(self, arguments: array[int]) -> Iterator[Step]:
         spec, parts = self.spec, parts_of(self.spec)
         step = pitch(width_of(spec, parts))
-        right = self._block("x"), pitch(self._columns)
+        right = self.block("x"), pitch(self._columns)
         for first, rows, out, aside in self._runs(parts):
-            at = self._block("product") if aside else out.address
+            at = self.block("product") if aside else out.address
             yield from self._product(
-                1, (self._block("d") + 2 * first, step, True), right, at, rows, spec.tokens
+                1, (self.block("d") + 2 * first, step, True), right, at, rows, spec.tokens
             )
             to = (out.address, 0, *(out.strides if aside else (4 * self._columns, 4)))
             yield from self._finish(arguments, 1, at, to, rows, max(rows, 1), first, aside)
@@ -227,7 +234,7 @@ class _Problem:
         self, which: int, left: tuple[int, int, bool], right: tuple[int, int], out: int, m: int, k: int
     ) -> Iterator[Step]:
         """left·right in chains of at most CHAIN products."""
-        n, state = self._columns, self._block("state")
+        n, state = self._columns, self.room.state
         if not (m and n):
             return
         if not k:
@@ -246,12 +253,9 @@ class _Problem:
         self, arguments: array[int], which: int, product: int, to: tuple[int, ...], rows: int, inner: int,
         first: int, aside: bool,
     ) -> Iterator[Step]:  # fmt: skip
-        count = rows * self._columns
-        if count:
+        if rows and self._columns:
             values = [product, *to, rows, self._columns, inner, which, first, int(not aside)]
-            yield Launch(
-                "qkv_finish", self._few(-(-count // THREADS["qkv_finish"])), (arguments, array("q", values))
-            )
+            yield Launch("qkv_finish", self._few(rows), (arguments, array("q", values)))
 
     def _biases(self) -> Iterator[Step]:
         parts = biases_of(self.spec)
@@ -274,8 +278,9 @@ class _Problem:
         rope = self.spec.rope
         return max(rope.batch if rope.layout == "sbhd" else rope.seq, 1)
 
-    def _block(self, name: str) -> int:
-        return self.memory + workspace(self.spec, self.aside).offsets[name]
+    def block(self, name: str) -> int:
+        """Address of a block of the workspace."""
+        return self.room.memory + workspace(self.spec, self.aside).offsets[name]
 
     def _few(self, blocks: int) -> int:
         return max(1, min(blocks, _WAVES * self.multiprocessors))
@@ -327,10 +332,10 @@ class _Problem:
             one = self.arrays.get(f"{part}_weight") if hidden else None
             values += (0,) * 4 if one is None else (one.address, 0, *self._steps(one))
         values += [hidden, weights, spec.tokens, self._inner, rope.head_dim, rope.rotary_dim, width, columns]
-        values += [self._block(name) for name in "dxw"] + [pitch(width), pitch(columns), pitch(columns)]
-        maxima = self._block("maxima")
+        values += [self.block(name) for name in "dxw"] + [pitch(width), pitch(columns), pitch(columns)]
+        maxima = self.block("maxima")
         lengths = (spec.tokens, width, columns * weights, columns * hidden)
         for length in lengths:
             values.append(maxima)
             maxima += 4 * length
-        return array("q", [*values, sum(lengths), self._block("state")])
+        return array("q", [*values, sum(lengths), self.room.state])

@@ -1,4 +1,4 @@
-"""Memory that a call of the QKV projections' gradients takes besides its inputs and outputs: known in advance."""
+"""Memory that the QKV projections' gradients take besides inputs and outputs: known in advance."""
 
 from __future__ import annotations
 

@@ -33,22 +33,28 @@ struct Arguments {
 };
 
 // A column of D (or a row of W): in which of the three, and where in it.
-struct Place { int part; long long at; };
+// (Below 2^31: 64-bit divisions would be calls.)
+struct Place { int part; unsigned at; };
 
-DEVICE Place place_of(const Arguments& a, long long column) {
+DEVICE Place place_of(const Arguments& a, unsigned column) {
     if (column < a.columns[0]) return {0, column};
-    column -= a.columns[0];
+    column -= static_cast<unsigned>(a.columns[0]);
     if (column < a.columns[1]) return {1, column};
-    return {2, column - a.columns[1]};
+    return {2, column - static_cast<unsigned>(a.columns[1])};
 }
 
 template <class T> DEVICE T of_part(const T (&three)[3], int part) {  // without an address: registers
     return part == 0 ? three[0] : part == 1 ? three[1] : three[2];
 }
 
-DEVICE long long row_offset(const Arguments& a, long long outer, long long inner, long long token) {
-    const unsigned t = static_cast<unsigned>(token), n = static_cast<unsigned>(a.inner);
-    return outer * (t / n) + inner * (t % n);
+struct Token { unsigned outer, inner; };
+
+DEVICE Token token_of(const Arguments& a, unsigned row) {
+    const unsigned n = static_cast<unsigned>(a.inner);
+    return {row / n, row % n};
+}
+template <class Strides> DEVICE long long row_offset(const Strides& of, const Token& token) {
+    return of.outer * token.outer + of.inner * token.inner;
 }
 
 // ---- D -----------------------------------------------------------------------------------------------------
@@ -64,36 +70,36 @@ template <class I, int V> struct Gradients {
     const Arguments& a;
     Heads from;
     const char *at, *partner, *cos, *sin;
-    long long channel;
     bool turned, second;
 
-    DEVICE Gradients(const Arguments& a, long long column) : a(a) {
+    DEVICE Gradients(const Arguments& a, unsigned column) : a(a) {
         const Place place = place_of(a, column);
         from = of_part(a.grad, place.part);
-        channel = place.at % a.head_dim;
-        turned = place.part < 2 && channel < a.rotary;
-        const long long half = a.rotary / 2;
+        const unsigned head_dim = static_cast<unsigned>(a.head_dim), half = static_cast<unsigned>(a.rotary) / 2;
+        const unsigned channel = place.at % head_dim;
+        turned = place.part < 2 && channel < 2 * half;
         second = I::interleaved ? channel % 2 : channel >= half;
-        const long long other = within ? channel : I::interleaved ? channel ^ 1 : second ? channel - half : channel + half;
-        const char* head = from.at + from.head * (place.at / a.head_dim);
+        const unsigned other = within ? channel : I::interleaved ? channel ^ 1u : second ? channel - half : channel + half;
+        const char* head = from.at + from.head * (place.at / head_dim);
         at = head + from.step * channel;
         partner = head + from.step * other;
         cos = a.cos.at + a.cos.step * column_of(channel, half);
         sin = a.sin.at + a.sin.step * column_of(other, half);
     }
-    static DEVICE long long column_of(long long channel, long long half) {
+    static DEVICE unsigned column_of(unsigned channel, unsigned half) {
         if (!I::half_table) return channel;
         return I::interleaved ? channel / 2 : channel >= half ? channel - half : channel;
     }
-    DEVICE void read(long long token, float (&to)[V]) const {
-        const long long row = row_offset(a, from.outer, from.inner, token);
+    DEVICE void read(unsigned row_number, float (&to)[V]) const {
+        const Token token = token_of(a, row_number);
+        const long long row = row_offset(from, token);
         G g, p = {};
         T c = {}, s = {};
         load<0, true>(g, at + row, from.step);
         if (turned) {
             if (!within) load<0, true>(p, partner + row, from.step);
-            load<0, true>(c, cos + row_offset(a, a.cos.outer, a.cos.inner, token), a.cos.step);
-            load<0, true>(s, sin + row_offset(a, a.sin.outer, a.sin.inner, token), a.sin.step);
+            load<0, true>(c, cos + row_offset(a.cos, token), a.cos.step);
+            load<0, true>(s, sin + row_offset(a.sin, token), a.sin.step);
         }
         #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -115,10 +121,10 @@ template <class I, int V> struct Hidden {
     const Arguments& a;
     const char* at;
 
-    DEVICE Hidden(const Arguments& a, long long column) : a(a), at(a.hidden.at + a.hidden.step * column) {}
-    DEVICE void read(long long token, float (&to)[V]) const {
+    DEVICE Hidden(const Arguments& a, unsigned column) : a(a), at(a.hidden.at + a.hidden.step * column) {}
+    DEVICE void read(unsigned row, float (&to)[V]) const {
         Vector<typename I::Storage, V> x;
-        load<0, true>(x, at + row_offset(a, a.hidden.outer, a.hidden.inner, token), a.hidden.step);
+        load<0, true>(x, at + row_offset(a.hidden, token_of(a, row)), a.hidden.step);
         #pragma unroll
         for (int i = 0; i < V; ++i) to[i] = to_float(x.get(i));
     }
@@ -126,10 +132,10 @@ template <class I, int V> struct Hidden {
 
 template <class I, int V> struct Weights {
     const Arguments& a;
-    long long column;
+    unsigned column;
 
-    DEVICE Weights(const Arguments& a, long long column) : a(a), column(column) {}
-    DEVICE void read(long long row, float (&to)[V]) const {
+    DEVICE Weights(const Arguments& a, unsigned column) : a(a), column(column) {}
+    DEVICE void read(unsigned row, float (&to)[V]) const {
         const Place place = place_of(a, row);
         const Rows from = of_part(a.weight, place.part);
         Vector<typename I::Storage, V> x;

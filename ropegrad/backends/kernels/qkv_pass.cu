@@ -22,11 +22,11 @@ struct Job {
 };
 
 template <class I, int V, bool MEASURE, class Source> DEVICE void convert_tile(
-    const Arguments& a, const Job& job, long long tile, unsigned (&shared)[WARPS][32 * V]) {
+    const Arguments& a, const Job& job, unsigned tile, unsigned (&shared)[WARPS][32 * V]) {
     using Operand = typename I::Operand;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long across = (job.columns + 32 * V - 1) / (32 * V);
-    const long long first = tile / across * TILE_ROWS, column = (tile % across * 32 + lane) * V;
+    const unsigned across = (job.columns + 32 * V - 1) / (32 * V);
+    const unsigned first = tile / across * TILE_ROWS, column = (tile % across * 32 + lane) * V;
     const bool inside = column < job.columns;
     const Source source(a, inside ? column : 0);
     unsigned found[V] = {};
@@ -36,7 +36,7 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_tile(
         own[i] = inside && job.own_columns ? own_exponent<Operand>(job.column_maxima[column + i]) : job.exponent;
     #pragma unroll 2
     for (int r = warp; r < TILE_ROWS; r += WARPS) {
-        const long long row = first + r;
+        const unsigned row = first + r;
         if (row >= job.rows) break;
         unsigned largest = 0;
         if (inside) {
@@ -68,23 +68,23 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_tile(
             unsigned largest = 0;
             #pragma unroll
             for (int w = 0; w < WARPS; ++w) largest = most(largest, shared[w][i]);
-            const long long at = tile % across * 32 * V + i;
+            const unsigned at = tile % across * 32 * V + i;
             if (at < job.columns && largest) atomicMax(job.column_maxima + at, largest);
         }
         __syncthreads();
     }
 }
 
-DEVICE long long tiles_of(const Job& job, int vector) {
-    const long long across = (job.columns + 32 * vector - 1) / (32 * vector);
-    return (job.rows + TILE_ROWS - 1) / TILE_ROWS * across;
+DEVICE unsigned tiles_of(const Job& job, int vector) {
+    const unsigned across = (static_cast<unsigned>(job.columns) + 32 * vector - 1) / (32 * vector);
+    return static_cast<unsigned>((job.rows + TILE_ROWS - 1) / TILE_ROWS) * across;
 }
 
 template <class I, bool MEASURE> DEVICE void convert_all(const Arguments& a, const Job& d, const Job& x, const Job& w) {
     constexpr int V = I::vector, U = I::matrix_vector;
     __shared__ unsigned of_d[WARPS][32 * V], of_matrix[WARPS][32 * U];
-    const long long tiles_d = tiles_of(d, V), tiles_x = tiles_of(x, U), tiles = tiles_d + tiles_x + tiles_of(w, U);
-    for (long long tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const unsigned tiles_d = tiles_of(d, V), tiles_x = tiles_of(x, U), tiles = tiles_d + tiles_x + tiles_of(w, U);
+    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         if (tile < tiles_d) convert_tile<I, V, MEASURE, Gradients<I, V>>(a, d, tile, of_d);
         else if (tile < tiles_d + tiles_x) convert_tile<I, U, MEASURE, Hidden<I, U>>(a, x, tile - tiles_d, of_matrix);
         else convert_tile<I, U, MEASURE, Weights<I, U>>(a, w, tile - tiles_d - tiles_x, of_matrix);
@@ -130,20 +130,20 @@ template <class I> DEVICE void finish_all(const Arguments& a, const Finish& f) {
     if (f.in_place && !unscale) return;
     const unsigned* rows = which == HIDDEN ? a.d_rows : a.d_columns + f.first_row;
     const unsigned* columns = which == HIDDEN ? a.w_columns : a.x_columns;
-    const long long count = f.rows * f.columns;
-    for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < count;
-         i += gridDim.x * static_cast<long long>(blockDim.x)) {
-        const long long row = i / f.columns, column = i - row * f.columns;
-        double sum = to_double(f.product[i]);
-        if (unscale) {
-            const int left = s.own[which] ? own_exponent<Operand>(rows[row]) : s.exponent[D];
-            const int other = s.own_columns[right] ? own_exponent<Operand>(columns[column]) : s.exponent[right];
-            sum = times(sum, power_of_two_wide(-left - other));
+    for (unsigned row = blockIdx.x; row < f.rows; row += gridDim.x) {
+        const unsigned inner = static_cast<unsigned>(f.inner);
+        const int left = s.own[which] ? own_exponent<Operand>(rows[row]) : s.exponent[D];
+        char* line = f.to.at + f.to.outer * (row / inner) + f.to.inner * (row % inner);
+        for (unsigned column = threadIdx.x; column < f.columns; column += blockDim.x) {
+            double sum = to_double(f.product[row * f.columns + column]);
+            if (unscale) {
+                const int other = s.own_columns[right] ? own_exponent<Operand>(columns[column]) : s.exponent[right];
+                sum = times(sum, power_of_two_wide(-left - other));
+            }
+            T* to = reinterpret_cast<T*>(line + f.to.step * column);
+            if constexpr (I::add) sum = plus(sum, Wide<double>::from(*to));
+            *to = Narrow<T>::from(sum);
         }
-        T* to = reinterpret_cast<T*>(
-            f.to.at + f.to.outer * (row / f.inner) + f.to.inner * (row % f.inner) + f.to.step * column);
-        if constexpr (I::add) sum = plus(sum, Wide<double>::from(*to));
-        *to = Narrow<T>::from(sum);
     }
 }
 
@@ -157,11 +157,11 @@ template <class I> DEVICE void bias_all(const Arguments& a, const Biases& b) {
     using T = typename I::Storage;
     __shared__ float shared[SUMMERS][33];
     const int lane = threadIdx.x % 32, self = threadIdx.x / 32;
-    const long long column = blockIdx.x * 32ll + lane;
+    const unsigned column = blockIdx.x * 32 + lane;
     float sum = 0.0f;
     if (column < a.width) {
         const Gradients<I, 1> source(a, column);
-        for (long long token = self; token < a.tokens; token += SUMMERS) {
+        for (unsigned token = self; token < a.tokens; token += SUMMERS) {
             float x[1];
             source.read(token, x);
             sum = plus(sum, x[0]);

@@ -66,7 +66,7 @@ template <class Source> DEVICE void guess(const Arguments& a, int matrix, long l
     #pragma unroll 1
     for (unsigned i = threadIdx.x; i < SAMPLES * DECIDERS && rows && columns; i += DECIDERS) {
         float x[1];
-        Source(a, i * 2654435761u % static_cast<unsigned>(columns)).read(i * rows / (SAMPLES * DECIDERS), x);
+        Source(a, i * 2654435761u % static_cast<unsigned>(columns)).read(static_cast<unsigned>(i * rows / (SAMPLES * DECIDERS)), x);
         largest = most(largest, finite_bits(x[0]));
     }
     const Range range = range_of_block(largest, NOTHING);
