@@ -6,14 +6,14 @@ import json
 import sys
 from pathlib import Path
 
-from ropegrad.verify.campaign import SPECS, campaign
+from ropegrad.verify.survey import SPECS, survey
 
 SEED = 2026
 
 
 def main(backend: str, examples: str = "3500", file: str = "") -> None:
     """Print, and write a JSON line an operation; a wrong gradient raises with the smallest problem."""
-    rows = [campaign(op, [backend], int(examples), SEED) for op in SPECS]
+    rows = [survey(op, [backend], int(examples), SEED) for op in SPECS]
     if file:
         Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     worst = max(max(row["worst_error_over_bound"][backend].values()) for row in rows)

@@ -23,7 +23,8 @@ from typing import Any
 import cupy
 
 from ropegrad.arrays import nbytes, numpy_dtype
-from ropegrad.backends.cupy_fused import Bound, describe, multiprocessors
+from ropegrad.backends.cupy_fused import describe
+from ropegrad.backends.rope_bound import Bound, l2_of
 from ropegrad.backends.rope_config import Config
 from ropegrad.backends.rope_launch import prepare, wanted
 from ropegrad.backends.rope_memory import NAMES, Memory, array_of, dense_memory
@@ -172,7 +173,7 @@ def calls(spec: RopeSpec, config: Config | None, sets: list[tuple[Arrays, Arrays
     return [partial(bound, inputs, out) for inputs, out in sets]
 
 
-def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str, Any]]:
+def tune(name: str, spec: RopeSpec, samples: int, every: bool, only: bool) -> list[dict[str, Any]]:
     """Time one workload; a line for each contender of the longer run."""
     here = devices.current()
     moved = rope_cost(spec).moved
@@ -198,7 +199,7 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str,
         ours = {key: calls(spec, config, sets) for key, config in configs.items()}
         return measure({**ours, **others}, "span", l2=here.l2, samples=n)
 
-    configs = right(candidates(spec))
+    configs = right(iter(()) if only else candidates(spec))
     first = timed(configs, ceiling, 8)
     ranked = sorted(configs, key=lambda key: first[key].median_us)
     more = right(refined([configs[key] for key in ranked[:3]]))
@@ -210,7 +211,7 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool) -> list[dict[str,
     finalists |= {"copy": copy_calls(copies, half), "rule": calls(spec, None, sets)}
     final = timed({key: configs[key] for key in ranked[:6]}, finalists, samples)
     kept = {**first, **second, **final} if every else final
-    rule = prepare(spec, dense(spec), multiprocessors(cupy.cuda.Device().id))
+    rule = prepare(spec, dense(spec), l2_of(cupy.cuda.Device().id))
     best = min(final[key].median_us for key in ("copy", *fastest))
     return [
         {
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the suite's cases, from 0")
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--all", action="store_true", help="also write what left after the short runs")
+    parser.add_argument("--rule", action="store_true", help="time only what the rule chooses")
     parser.add_argument("--dtype", default="float32", help="of everything: float32, float16 or bfloat16")
     parser.add_argument("--needs", nargs="+", default=["q", "k", "cos", "sin"])
     parser.add_argument("--out", default="tune-rope.jsonl")
@@ -248,12 +250,13 @@ def main() -> None:
             mine = replace(
                 spec, namespace="cupy", needs=tuple(given.needs), dtype=given.dtype, table_dtype=given.dtype
             )
-            lines = tune(name, mine, given.samples, given.all)
+            lines = tune(name, mine, given.samples, given.all, given.rule)
             file.writelines(json.dumps(line) + "\n" for line in lines)
             file.flush()
             final = {line["contender"]: line for line in lines if line["final"]}
-            ours = [line for line in final.values() if line["config"]]
-            best, rule = min(ours, key=lambda line: line["median_us"]), final["rule"]
+            rule = final["rule"]
+            ours = [line for line in final.values() if line["config"]] or [rule]
+            best = min(ours, key=lambda line: line["median_us"])
             ratios.append((rule["median_us"], best["median_us"], rule["ceiling_us"]))
             print(
                 f"{name:24} {rule['moved'] / 1e6:6.1f} {rule['ceiling_us']:8.2f} {rule['median_us']:8.2f} "

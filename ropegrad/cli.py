@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import cyclopts
 from rich.console import Console
 from rich.table import Table
 
 import ropegrad
+
+if TYPE_CHECKING:
+    from ropegrad.target_terminal import Limits
+    from ropegrad.verify.domain import Domain
+    from ropegrad.verify.target import Contract
 
 app = cyclopts.App(
     name="ropegrad",
@@ -29,32 +35,210 @@ class Screen(Console):
         raise BrokenPipeError
 
 
-@app.command
-def verify(
-    *,
-    suite: Literal["rope", "qkv", "all"] = "all",
-    backend: str | None = None,
-    quick: bool = False,
-    json: Annotated[Path | None, cyclopts.Parameter(help="Also write every figure to this file.")] = None,
-) -> int:
-    """Prove ropegrad's own backends right here: every element of every gradient, against an exact oracle.
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.replace(",", " ").split()))
 
-    Runs the named edge cases and the 16 + 16 workloads of benchmark problems 068 (rope) and 064 (qkv), on
-    inputs as the benchmark draws them and as training sees them. Exit status: 0 right, 1 wrong, 2 could not
-    be judged.
+
+@cyclopts.Parameter(name="*")
+@dataclass(kw_only=True)
+class Judged:
+    """How a TARGET is called, what it promises and for which problems.
 
     Parameters
     ----------
-    suite
-        Which operation.
-    backend
-        Only this backend; default: all that can run here.
-    quick
-        The named edge cases only: seconds instead of minutes.
+    op
+        rope (problem 068) or qkv (problem 064).
+    of
+        backward, or forward: a differentiable forward of torch or jax, whose gradients are judged.
+    dps
+        The target writes into outputs that come last among its arguments.
+    arrays
+        The kind of arrays that the target takes.
+    device
+        Default: cuda for cupy, else cpu.
+    needs
+        Inputs whose gradients it gives, as "q,k". Default: all of the problem's.
+    table_shape
+        Tables are [B, S, .], [1, S, .] or [S, .].
+    head_dim
+        Domain: head sizes it takes, as "64,128". Default: any.
+    gqa
+        Domain: ratios H / Hkv it takes, as "1,4". Default: any.
+    max_tokens
+        Domain: the longest sequence.
+    tables
+        Domain: any, or only tables with two equal columns in a pair.
+    strides
+        Domain: any memory layout, or contiguous arrays only.
+    empty
+        Domain: whether axes of size 0 may come.
+    rotary
+        Domain: full, all channels rotated; any, some may pass through.
+    timeout
+        Seconds a call may take; the first may take five times as long.
+    memory
+        GiB that the target may take beyond its imports.
     """
-    from ropegrad import terminal
 
-    return terminal.verify(Screen(), suite, backend, quick=quick, json_file=json)
+    op: Literal["rope", "qkv"] = "rope"
+    of: Literal["backward", "forward"] = "backward"
+    dps: Annotated[bool, cyclopts.Parameter(negative="")] = False
+    arrays: Literal["numpy", "torch", "cupy", "jax"] = "numpy"
+    device: Literal["cpu", "cuda"] | None = None
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
+    table_dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
+    table_shape: Literal["bsd", "1sd", "sd"] = "bsd"
+    layout: Literal["bhsd", "bshd", "sbhd"] = "bhsd"
+    pairing: Literal["half", "interleaved"] = "half"
+    table: Literal["full", "half"] = "full"
+    adjoint: Literal["exact", "paired"] = "exact"
+    precision: Literal["highest", "high", "medium"] = "highest"
+    needs: str = ""
+    head_dim: str = ""
+    gqa: str = ""
+    max_tokens: int | None = None
+    tables: Literal["any", "equal-halves"] = "any"
+    strides: Literal["any", "contiguous"] = "any"
+    empty: Literal["yes", "no"] = "yes"
+    rotary: Literal["full", "any"] = "full"
+    timeout: float = 30.0
+    memory: float = 8.0
+
+    def facts(self) -> tuple[Contract, Domain, Limits]:
+        """The same, as the verifier has it; SpecError where the words do not fit together."""
+        from ropegrad.target_terminal import Limits
+        from ropegrad.verify.domain import Domain
+        from ropegrad.verify.target import Contract
+
+        contract = Contract(
+            op=self.op, of=self.of, arrays=self.arrays, dps=self.dps, dtype=self.dtype,
+            device=self.device or ("cuda" if self.arrays == "cupy" else "cpu"),
+            table_dtype=self.table_dtype or self.dtype, table_shape=self.table_shape, layout=self.layout,
+            pairing=self.pairing, table=self.table, adjoint=self.adjoint, precision=self.precision,
+            needs=_words(self.needs),
+        )  # fmt: skip
+        domain = Domain(
+            head_dim=_numbers("head-dim", self.head_dim), gqa=_numbers("gqa", self.gqa),
+            max_tokens=self.max_tokens, tables=self.tables, strides=self.strides, empty=self.empty,
+            rotary=self.rotary,
+        )  # fmt: skip
+        return contract, domain, Limits(timeout=self.timeout, memory=self.memory)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise ropegrad.SpecError(f"--{option} {text!r}: write whole numbers, as 64,128") from None
+
+
+@app.command
+def verify(
+    target: str | None = None,
+    /,
+    *,
+    judged: Judged | None = None,
+    suite: Literal["rope", "qkv", "all"] | None = None,
+    backend: str | None = None,
+    quick: Annotated[bool, cyclopts.Parameter(negative="")] = False,
+    json: Annotated[Path | None, cyclopts.Parameter(help="Also write every figure to this file.")] = None,
+    junit: Path | None = None,
+    repro: Path | None = None,
+) -> int:
+    """Judge gradients: every element of every output, against an exact oracle.
+
+    With TARGET, a function of yours: package.module:function or path/to/file.py:function. It is called with
+    the problem's inputs in the problem's order, in a process of its own, on some hundred problems; a wrong
+    one gets its fault named. Without TARGET, ropegrad's own backends: the named edge cases and the 16 + 16
+    workloads of benchmark problems 068 (rope) and 064 (qkv), on inputs as the benchmark draws them and as
+    training sees them. Exit status: 0 right, 1 wrong, 2 could not be judged.
+
+    Parameters
+    ----------
+    target
+        The function to judge.
+    suite
+        The 16 workloads of these operations, too; without TARGET which operation (default: all).
+    backend
+        Without TARGET: only this backend; default: all that can run here.
+    quick
+        Without TARGET: the named edge cases only: seconds instead of minutes.
+    junit
+        With TARGET: also write a JUnit report, a test case for each rule.
+    repro
+        With TARGET: write the smallest failure as a script that needs only NumPy and the target.
+    """
+    from ropegrad import target_terminal, terminal
+
+    if target is None:
+        if (judged is not None and judged != Judged()) or junit or repro:
+            raise ropegrad.SpecError("these options say how a TARGET is called: name one")
+        return terminal.verify(Screen(), suite or "all", backend, quick=quick, json_file=json)
+    screen = Screen()
+    try:
+        facts = (judged or Judged()).facts()
+    except ropegrad.SpecError as error:
+        return target_terminal.refuse(screen, error)
+    suites = () if suite is None else (facts[0].op,) if suite == "all" else (suite,)
+    reports = target_terminal.Reports(json=json, junit=junit, repro=repro)
+    return target_terminal.verify(screen, target, *facts, suites, reports)[0]
+
+
+@app.command
+def fuzz(
+    target: str,
+    /,
+    *,
+    judged: Judged | None = None,
+    examples: int | None = None,
+    minutes: float | None = None,
+    jobs: int = 1,
+    database: Path = Path(".hypothesis"),
+    seed: int | None = None,
+    json: Path | None = None,
+    junit: Path | None = None,
+    repro: Path | None = None,
+) -> int:
+    """Look for a problem that TARGET gets wrong, and make it small.
+
+    Problems are drawn by Hypothesis: sizes, memory layouts, values, tables. Failures are kept in a database,
+    so that the next run tries them first. Exit status: 0 nothing found, 1 wrong, 2 could not be judged.
+
+    Parameters
+    ----------
+    target
+        The function to judge: package.module:function or path/to/file.py:function.
+    examples
+        Problems to try. Default: 1000, or as many as there is time for with --minutes.
+    minutes
+        Time to look for. It can be interrupted; the next run goes on with other problems.
+    jobs
+        Processes that look at the same time.
+    database
+        Folder for failures; several runs and machines may share it.
+    seed
+        Of the first problems; default: a new one every time.
+    json
+        Also write every figure to this file.
+    junit
+        Also write a JUnit report, a test case for each rule.
+    repro
+        Write the smallest failure to this file, as a script that needs only NumPy and the target.
+    """
+    from ropegrad import fuzz_terminal, target_terminal
+
+    screen = Screen()
+    try:
+        facts = (judged or Judged()).facts()
+        if jobs < 1:
+            raise ropegrad.SpecError(f"--jobs {jobs}: at least one process must look")
+    except ropegrad.SpecError as error:
+        return target_terminal.refuse(screen, error)
+    if examples is None and minutes is None:
+        examples = 1000
+    effort = fuzz_terminal.Effort(examples=examples, minutes=minutes, jobs=jobs, database=database, seed=seed)
+    reports = target_terminal.Reports(json=json, junit=junit, repro=repro)
+    return fuzz_terminal.fuzz(screen, target, *facts, effort, reports)[0]
 
 
 @app.command
@@ -79,6 +263,68 @@ def limits(
     from ropegrad.bench.terminal import show
 
     return show(Screen(), json_file=json, commit=commit)
+
+
+@app.command
+def bench(
+    *,
+    suite: Literal["headline", "rope", "qkv"] = "headline",
+    case: str | None = None,
+    threads: int | None = None,
+    samples: int = 15,
+    json: Annotated[
+        Path | None, cyclopts.Parameter(help="Write the records to this file, one a line.")
+    ] = None,
+    commit: str | None = None,
+) -> int:
+    """How fast the CPU backends are, beside a copy of the same bytes and beside NumPy, PyTorch and JAX.
+
+    Everything is checked before it is timed; then all take turns, on equally many threads. Exit status: 0, or
+    1 if a backend of ropegrad is wrong, or 2 if nothing could be measured.
+
+    Parameters
+    ----------
+    suite
+        Four cases, or the 16 of benchmark problem 068 (rope) or 064 (qkv).
+    case
+        Only the case of this name.
+    threads
+        For each contender; default: a thread a core that this process may use.
+    samples
+        Calls that are timed of each contender; the median is shown.
+    commit
+        Recorded as the code's commit; default: what git says.
+    """
+    from ropegrad.bench.cpu_terminal import show
+    from ropegrad.tiles import cores
+
+    count = cores() if threads is None else threads
+    return show(Screen(), suite, case=case, threads=count, samples=samples, json_file=json, commit=commit)
+
+
+@app.command
+def report(
+    *records: Path,
+    out: Annotated[Path, cyclopts.Parameter(name=["--out", "-o"])],
+    protocol: Literal["graph", "wall", "span/cupti", "span/events"] | None = None,
+) -> int:
+    """Figures, tables and one page (index.html, no network needed) from files of records.
+
+    Every picture is written for light and dark backgrounds; tables.md holds the tables for a README.
+
+    Parameters
+    ----------
+    records
+        Files of records: one JSON line a measured case.
+    out
+        The folder to write into; it is made if need be.
+    protocol
+        Which protocol's times the figures show; default: of each device graph, else wall, else span. The
+        tables show all.
+    """
+    from ropegrad.report.terminal import report as write
+
+    return write(Screen(), records, out, protocol)
 
 
 @app.command

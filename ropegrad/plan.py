@@ -12,16 +12,16 @@ from typing import Any
 from ropegrad.arrays import Array
 from ropegrad.backends import choose, find
 from ropegrad.backends.base import Inputs
-from ropegrad.backends.cupy_fused import Bound, Filled, explain_dense
+from ropegrad.backends.cupy_fused import explain_dense
+from ropegrad.backends.rope_bound import bound
 from ropegrad.calls import rope_spec
 from ropegrad.cost import rope_cost
 from ropegrad.errors import SpecError
 from ropegrad.outputs import RopeGrads, judge_out
+from ropegrad.repeats import Arrays, Repeats, key_of
 from ropegrad.spec import RopeSpec
 
 _INPUTS = ("grad_q_embed", "grad_k_embed", "q", "k", "cos", "sin")
-_SEEN = 4096  # calls that a plan remembers; then it forgets them all
-Arrays = tuple[Array | None, ...]
 
 
 def plan_rope_backward(spec: RopeSpec, *, backend: str | None = None) -> RopePlan:
@@ -42,22 +42,19 @@ class RopePlan:
 
     spec: RopeSpec
     backend: str
-    _seen: dict[Any, Filled] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _repeats: Repeats = field(default_factory=Repeats, init=False, repr=False, compare=False)
 
     def __call__(self, *arrays: Array | None, out: Arrays | None = None) -> RopeGrads:
         """The gradients, as `ropegrad.rope_backward` gives them. Raises SpecError as it does."""
-        seen = self._identity(arrays, out)
-        filled = self._seen.get(seen)
-        if filled is not None:
-            filled()
-            assert out is not None
+        key = key_of(arrays, out) if self.backend == "cupy_fused" else None
+        if out is not None and key is not None and self._repeats.call(key):
             return RopeGrads(*out)
         spec, inputs, given = self._judged(arrays, out)
-        if seen is None or given is None:
-            results = find(self.backend).rope_backward(spec, inputs, given)
-            return RopeGrads(*map(results.get, RopeGrads._fields))
-        self._remember(seen, spec, inputs | given)()
-        return RopeGrads(*map(given.get, RopeGrads._fields))
+        if key is not None and given is not None:
+            self._repeats.first(key, spec, inputs | given)
+            return RopeGrads(*map(given.get, RopeGrads._fields))
+        results = find(self.backend).rope_backward(spec, inputs, given)
+        return RopeGrads(*map(results.get, RopeGrads._fields))
 
     @property
     def workspace_bytes(self) -> int | None:
@@ -81,7 +78,7 @@ class RopePlan:
             raise SpecError(f"graph() captures cupy_fused, this plan is of {self.backend}")
         spec, inputs, given = self._judged(arrays, out)
         assert given is not None
-        captured = Bound(spec).filled(inputs | given).captured()
+        captured = bound(spec).filled(inputs | given).captured()
         return RopeGraph(captured, (*arrays, *out), RopeGrads(*map(given.get, RopeGrads._fields)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -105,23 +102,6 @@ class RopePlan:
             )
             raise SpecError(f"the arrays are of another spec than the plan: {told}")
         return spec, inputs, judge_out(spec, RopeGrads._fields, out, inputs)
-
-    def _identity(self, arrays: Arrays, out: Arrays | None) -> Any:
-        """What tells a call from every other; None where that is not known or not of use."""
-        if self.backend != "cupy_fused" or out is None:
-            return None
-        try:
-            return tuple(
-                [x if x is None else (x.data.ptr, x.shape, x.strides, x.dtype) for x in (*arrays, *out)]
-            )
-        except AttributeError:  # no CuPy array: judging will tell
-            return None
-
-    def _remember(self, seen: Any, spec: RopeSpec, arrays: Inputs) -> Filled:
-        if len(self._seen) >= _SEEN:
-            self._seen.clear()
-        filled = self._seen[seen] = Bound(spec).filled(arrays)
-        return filled
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +21,16 @@ from ropegrad.bench import device as devices
 from ropegrad.bench import evidence
 from ropegrad.bench.evidence import Evidence, Outcome
 from ropegrad.bench.run import digest
+from ropegrad.bench.suite import TIMED
 from ropegrad.suites import SUITES
+from ropegrad.tiles import cores
 from ropegrad.verify.conformance import NAMESPACES, own_backends
 
 LIMIT = 480  # seconds a step
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning")
 TESTS = (
     "tests/test_cupy.py",
+    "tests/test_cupy_plan.py",
     "tests/test_pipeline.py",
     "tests/test_limits.py",
     "tests/test_backends.py",
@@ -64,7 +68,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 small = ("-m", "ropegrad", "verify", "--quick", "--backend", name)
                 yield Step(f"{tool} {name}", name, small, sanitizer)
     if stage == "time":
-        for suite in (*SUITES, "limits"):
+        for suite in (*TIMED, "limits"):
             timed = (
                 "-m",
                 "ropegrad.bench.suite_terminal",
@@ -77,12 +81,12 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
 
 
 def run(step: Step, stage: str, commit: str) -> Outcome:
-    """Run a step, its output on the screen; the last line is kept."""
+    """Run a step; the last line that it prints is kept."""
     start = time.monotonic()
     if step.tool and shutil.which(step.tool[0]) is None:
         status, detail = "missing", f"{step.tool[0]} is not on the PATH"
     else:
-        status, detail = _call([*step.tool, sys.executable, *step.arguments])
+        status, detail = _call([*step.tool, sys.executable, *step.arguments], at_once=stage == "time")
     seconds, today = round(time.monotonic() - start, 1), datetime.datetime.now(datetime.UTC).date()
     return Outcome(
         status=status, detail=detail, backend=step.backend, digest=digest(step.backend), commit=commit,
@@ -90,8 +94,9 @@ def run(step: Step, stage: str, commit: str) -> Outcome:
     )  # fmt: skip
 
 
-def _call(command: list[str]) -> tuple[str, str]:
-    said, late = "", threading.Event()
+def _call(command: list[str], *, at_once: bool) -> tuple[str, str]:
+    """Status and last line; what is printed appears at once, or whole at the end."""
+    lines, late = list[str](), threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
 
         def stop() -> None:
@@ -101,16 +106,44 @@ def _call(command: list[str]) -> tuple[str, str]:
         timer = threading.Timer(LIMIT, stop)
         timer.start()
         for line in child.stdout or ():
-            print(line, end="", flush=True)
-            said = line.strip() or said
+            lines.append(line)
+            if at_once:
+                print(line, end="", flush=True)
         timer.cancel()
+    if not at_once:
+        print("".join(lines), flush=True)
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if late.is_set():
         return "timed out", f"after {LIMIT} s: {said}"
     return "passed" if child.returncode == 0 else "failed", said
 
 
+class Ledger:
+    """The evidence file, written after every step."""
+
+    def __init__(self, path: Path, here: devices.Device, again: bool) -> None:
+        self.path, self._again, self._lock = path, again, threading.Lock()
+        self.seen = evidence.read(path) if path.exists() else Evidence(device=here.name, driver=here.driver)
+        self.seen.driver = here.driver
+
+    def needs(self, name: str) -> bool:
+        """Whether the step did not pass with today's code, or is asked for again."""
+        done = self.seen.steps.get(name)
+        return self._again or not (done and done.status == "passed" and self.seen.is_current(name))
+
+    def keep(self, name: str, outcome: Outcome) -> None:
+        """Add an outcome to the file."""
+        with self._lock:
+            self.seen.steps[name] = outcome
+            self.seen.stale.pop(name, None)
+            evidence.write(self.path, self.seen)
+
+
 def main(stages: str, out: str, commit: str, again: str) -> int:
-    """Run what is not done yet; 0 if all passed or were missing a tool, 1 if not, 2 without a GPU."""
+    """Run what is not done yet; 0 if all passed or were missing a tool, 1 if not, 2 without a GPU.
+
+    Steps that take no time of the device run side by side, four cores each.
+    """
     reason = no_gpu()
     if reason is not None:
         print(f"ropegrad: nothing to run on: {reason}", file=sys.stderr)
@@ -119,27 +152,25 @@ def main(stages: str, out: str, commit: str, again: str) -> int:
     stem = here.name.lower().replace(" ", "-")
     commit = commit or records.commit()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stem}.evidence.json"
-    seen = evidence.read(path) if path.exists() else Evidence(device=here.name, driver=here.driver)
-    seen.driver = here.driver
-    ran = []
+    ledger, named = Ledger(folder / f"{stem}.evidence.json", here, again == "1"), []
     for stage in stages.split(","):
-        for step in steps(stage, folder, stem, commit):
-            ran.append(step.name)
-            done = seen.steps.get(step.name)
-            if done and done.status == "passed" and seen.is_current(step.name) and again != "1":
-                console.print(f"{step.name}: passed already, at {done.commit}")
-                continue
-            console.rule(step.name)
-            seen.steps[step.name] = run(step, stage, commit)
-            seen.stale.pop(step.name, None)
-            evidence.write(path, seen)
+        all_steps = list(steps(stage, folder, stem, commit))
+        named += [step.name for step in all_steps]
+        left = [step for step in all_steps if ledger.needs(step.name)]
+        console.rule(f"{stage}: {len(left)} of {len(all_steps)} steps to run")
+
+        def do(step: Step, stage: str = stage) -> None:
+            ledger.keep(step.name, run(step, stage, commit))
+            console.print(f"{step.name}: {ledger.seen.steps[step.name].status}")
+
+        with ThreadPoolExecutor(1 if stage == "time" else max(cores() // 4, 1)) as pool:
+            list(pool.map(do, left))
     console.rule(f"{here.name}, driver {here.driver}")
-    for name in ran:
-        outcome = seen.steps[name]
+    for name in named:
+        outcome = ledger.seen.steps[name]
         style = {"passed": "green", "missing": "yellow"}.get(outcome.status, "bold red")
         console.print(f"{outcome.status:9} {name:24} {outcome.seconds:6.1f} s  {outcome.detail}", style=style)
-    return 0 if all(seen.steps[name].status in ("passed", "missing") for name in ran) else 1
+    return 0 if all(ledger.seen.steps[name].status in ("passed", "missing") for name in named) else 1
 
 
 if __name__ == "__main__":

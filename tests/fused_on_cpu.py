@@ -20,13 +20,13 @@ Fault = tuple[str, str]
 
 @dataclass(frozen=True)
 class Launching:
-    """How the kernel is launched: on how large a GPU, how shared, in which order, with which fault.
+    """How the kernel is launched: on a GPU with how much L2, how shared, in which order, with which fault.
 
     config None: the rule's. The fault is text of the kernel and what stands in its place. into: outputs lie
     in every second token of larger arrays.
     """
 
-    multiprocessors: int = 2
+    l2: int = 1 << 26
     config: Config | None = None
     order: int = 0
     fault: Fault | None = None
@@ -82,9 +82,7 @@ def prepared(spec: RopeSpec, arrays: Arrays, launching: Launching) -> Launch | N
         name: Memory(arrays[name].__array_interface__["data"][0] % ALIGNED, arrays[name].strides)
         for name in names
     }
-    return prepare(
-        spec, tuple(memory.get(name) for name in NAMES), launching.multiprocessors, launching.config
-    )
+    return prepare(spec, tuple(memory.get(name) for name in NAMES), launching.l2, launching.config)
 
 
 _kernels: dict[tuple[Instance, Fault | None], Any] = {}

@@ -14,7 +14,7 @@ import pytest
 from conftest import need
 
 import ropegrad
-from ropegrad.verify.campaign import SPECS, campaign
+from ropegrad.verify.survey import SPECS, survey
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CAMPAIGN = ROOT / "analysis" / "results" / "campaign.jsonl"
@@ -34,7 +34,7 @@ def commit() -> str:
 
 def test_a_campaign_counts_what_it_judged():
     need("numba", "cpu")
-    found = campaign("rope", BACKENDS, 40, 7)
+    found = survey("rope", BACKENDS, 40, 7)
     assert found["examples"] == 40
     assert 20 < found["specs"] <= 40
     assert set(found["worst_error_over_bound"]) == set(BACKENDS)
@@ -47,7 +47,7 @@ def test_a_campaign_ends_at_a_wrong_gradient(monkeypatch):
     right = numpy_tile.swap
     monkeypatch.setattr(numpy_tile, "swap", lambda x, pairing, scratch: -right(x, pairing, scratch))
     with pytest.raises(AssertionError, match="wrong value"):
-        campaign("rope", ["numpy_tiled"], 200, 7)
+        survey("rope", ["numpy_tiled"], 200, 7)
 
 
 @pytest.mark.long
@@ -56,7 +56,7 @@ def test_twenty_thousand_problems(request):
     seed = int(request.config.getoption("hypothesis_seed"))
     rows = []
     for op in SPECS:
-        rows.append(campaign(op, BACKENDS, EACH, seed) | {
+        rows.append(survey(op, BACKENDS, EACH, seed) | {
             "commit": commit(), "ropegrad": ropegrad.__version__,
             "numpy": np.__version__, "python": platform.python_version(), "machine": platform.machine(),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -15,6 +15,7 @@ from ropegrad.verify.draws import make_case
 from ropegrad.verify.runners import run_backend, to_namespace
 
 ROPE = RopeSpec(batch=2, heads=8, kv_heads=2, seq=97, head_dim=64, rotary_dim=48, table_batch=1)
+BOTH = pytest.mark.parametrize("backend", ["cupy_fused", "cupy_plain"])
 
 
 @pytest.fixture
@@ -38,18 +39,20 @@ def test_every_kernel_can_be_built():
             cupy_plain.combined(compute, signs)
 
 
-def test_the_same_bits_every_time(cupy):
+@BOTH
+def test_the_same_bits_every_time(cupy, backend):
     case = make_case(ROPE, 1)
-    first = run_backend(case, "cupy_plain", "cupy")
+    first = run_backend(case, backend, "cupy")
     for _ in range(20):
-        again = run_backend(case, "cupy_plain", "cupy")
+        again = run_backend(case, backend, "cupy")
         assert all(np.array_equal(first[name], again[name]) for name in first)
 
 
-def test_runs_on_the_current_stream(cupy):
+@BOTH
+def test_runs_on_the_current_stream(cupy, backend):
     """What the stream was told before the call is seen by the call, and nothing waits for the default one."""
     case = make_case(ROPE, 1)
-    right = run_backend(case, "cupy_plain", "cupy")
+    right = run_backend(case, backend, "cupy")
     source = [to_namespace(x, "cupy") for x in case.inputs.values()]
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -59,20 +62,21 @@ def test_runs_on_the_current_stream(cupy):
             busy = busy @ busy * 1e-3
         for array, x in zip(arrays, source, strict=True):
             array[...] = x
-        grads = rg.rope_backward(*arrays)
+        grads = rg.rope_backward(*arrays, backend=backend)
     stream.synchronize()
     for name, value in right.items():
         assert np.array_equal(getattr(grads, name).get(), value)
 
 
-def test_a_device_that_is_not_the_current_one(cupy):
+@BOTH
+def test_a_device_that_is_not_the_current_one(cupy, backend):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         skip("needs two GPUs", required=False)
     case = make_case(ROPE, 1)
-    right = run_backend(case, "cupy_plain", "cupy")
+    right = run_backend(case, backend, "cupy")
     with cupy.cuda.Device(1):
         arrays = [to_namespace(x, "cupy") for x in case.inputs.values()]
-    grads = rg.rope_backward(*arrays)
+    grads = rg.rope_backward(*arrays, backend=backend)
     assert all(grad.device.id == 1 for grad in grads)
     for name, value in right.items():
         assert np.array_equal(getattr(grads, name).get(), value)
@@ -100,7 +104,11 @@ def test_no_environment_switch_makes_highest_less(cupy, switch):
 
 def test_cupy_arrays_go_to_cupy_fused_and_the_answer_is_cupys(cupy):
     arrays = [to_namespace(x, "cupy") for x in make_case(ROPE, 1).inputs.values()]
-    assert rg.explain("rope_backward", *arrays).backend == "cupy_fused"
+    said = rg.explain("rope_backward", *arrays)
+    assert said.backend == "cupy_fused"
+    assert "one pass of rope_backward.cu computing in float32" in str(said)
+    assert "copies nothing" in str(said)
+    assert "cupy_fused is preferred" in said.why_not["cupy_plain"]
     assert all(isinstance(grad, cupy.ndarray) for grad in rg.rope_backward(*arrays))
 
 

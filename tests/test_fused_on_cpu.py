@@ -45,9 +45,11 @@ def any_problem(examples):
     memory = st.sampled_from([kind for kind in MEMORY if kind != "misaligned"])
 
     @settings(max_examples=examples)
-    @given(case=cases(rope_specs(), memory), into=st.booleans(), order=ORDERS, gpu=st.sampled_from((1, 132)))
-    def body(case, into, order, gpu):
-        judge(case, Launching(gpu, order=order, into=into))
+    @given(
+        case=cases(rope_specs(), memory), into=st.booleans(), order=ORDERS, l2=st.sampled_from((0, 1 << 26))
+    )
+    def body(case, into, order, l2):
+        judge(case, Launching(l2, order=order, into=into))
 
     body()
 

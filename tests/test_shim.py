@@ -83,6 +83,7 @@ __global__ void count(int* y, unsigned* votes) {
     const int down = __shfl_down_sync(~0u, int(threadIdx.x), 1);
     if (threadIdx.x == 8) votes[0] = odd, votes[1] = up, votes[2] = down;
 }
+__global__ void wait_for(volatile int* flag) { while (*flag == 0) continue; }
 __global__ void square(int* y, int n) { y[0] = n * n; }
 __global__ void shape(unsigned* y) {
     const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
@@ -101,7 +102,7 @@ template <class T> __global__ void narrow(const double* x, T* y) { y[threadIdx.x
 """
 NAMES = (
     "scale<float>", "scale<double>", "reversed_sum", "unwritten", "neighbours", "copy4", "apart", "early",
-    "lonely", "last_wins", "count", "square", "shape", "fused", "through", "widen<__half>",
+    "lonely", "last_wins", "count", "wait_for", "square", "shape", "fused", "through", "widen<__half>",
     "widen<__nv_bfloat16>", "narrow<__half>", "narrow<__nv_bfloat16>",
 )  # fmt: skip
 ORDERS = range(4)
@@ -245,6 +246,14 @@ def test_votes_and_atomics(sound):
         sound.get_function("count")((4,), (40,), (y, votes), order=order)
         assert y[0] == 160
         assert list(votes) == [0xAAAAAAAA, 8, 9]
+
+
+def test_a_thread_that_waits_for_ever(sound):
+    flag = np.ones(1, np.int32)
+    sound.get_function("wait_for")((1,), (1,), (flag,), most=1000)
+    flag[0] = 0
+    with pytest.raises(shim.Fault, match="endless loop"):
+        sound.get_function("wait_for")((1,), (1,), (flag,), most=1000)
 
 
 def test_an_overflow_of_int(sound):

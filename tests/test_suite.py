@@ -11,7 +11,7 @@ from rich.console import Console
 from test_limits import RUN
 
 from ropegrad.bench import suite, suite_terminal
-from ropegrad.bench.suite import Contender
+from ropegrad.bench.rivals import Contender
 from ropegrad.bench.timing import Timing
 from ropegrad.cost import rope_cost
 from ropegrad.records import Record

@@ -19,7 +19,6 @@ import numpy as np
 from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cublas_narrow import Narrow, multiply_narrow
-from ropegrad.backends.cupy_fused import multiprocessors, on_device
 from ropegrad.backends.cupy_plain import CupyPlain
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
 from ropegrad.backends.qkv_launch import (
@@ -35,6 +34,7 @@ from ropegrad.backends.qkv_launch import (
 )
 from ropegrad.backends.qkv_status import Status, status_of
 from ropegrad.backends.qkv_workspace import ALIGNED, CUBLAS, STATE, Workspace, products_of, workspace
+from ropegrad.backends.rope_bound import on_device
 from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -182,6 +182,15 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
     count = multiprocessors(cupy.cuda.runtime.getDevice())
     execute(prepare(spec, placed, Room(at, state_at), count), spec)
     return state if any(products_of(spec)) else None
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of a device."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
 
 
 def execute(steps: Steps, spec: QkvSpec) -> None:

@@ -20,6 +20,7 @@ from ropegrad.spec import RopeSpec
 from ropegrad.tiles import channels
 
 TILE = 1 << 17  # bytes of tables and sums that one tile keeps: a share of a core's second cache
+STREAM = 1 << 24  # bytes of results that would push everything else out of the cache and not stay there
 SHARES = 8  # pieces of work a thread, so that the faster one takes more
 PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
 
@@ -32,46 +33,86 @@ _NOWHERE = (0, 0, 0, 0, 0, 0)  # rows that are neither read nor written
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run does, and who does it. `sums`: the tables' gradients that are wanted."""
+    """What one run does, and who does it.
+
+    sums          the tables' gradients that are wanted
+    streams       results are written past the cache, without reading their memory first
+    tile, jobs    tokens of a tile, and how many tiles there are: with `shared`, each takes all batches
+    workers       threads
+    """
 
     spec: RopeSpec
-    rotates: bool
     sums: tuple[str, ...]
+    rotates: bool
     forward: bool
     accumulate: bool
+    streams: bool
     tile: int
-    jobs: int
     workers: int
 
     @property
     def shared(self) -> bool:
-        """Whether several batches add to one row of a table's gradient: a job then has all of them."""
+        """Whether several batches add to one row of a table's gradient."""
         return bool(self.sums) and self.spec.table_batch != self.spec.batch
 
+    @property
+    def jobs(self) -> int:
+        """Pieces of work that depend on no other."""
+        return (1 if self.shared else self.spec.batch) * -(-self.spec.seq // self.tile)
 
-def plan_backward(spec: RopeSpec, *, threads: int, tokens: int | None = None) -> Plan:
+
+def plan_backward(
+    spec: RopeSpec, sides: tuple[Operands, ...], *, threads: int, tokens: int | None = None
+) -> Plan:
     """The gradients that spec.needs names, on at most so many threads."""
     sums = tuple(name for name in ("cos", "sin") if name in spec.needs)
-    rotates = "q" in spec.needs or "k" in spec.needs
-    return _plan(spec, threads, tokens, sums, rotates=rotates, forward=False, accumulate=spec.accumulate)
+    tile, workers = _schedule(spec, sides, threads, tokens, shared=bool(sums))
+    return Plan(
+        spec, sums, rotates="q" in spec.needs or "k" in spec.needs, forward=False, accumulate=spec.accumulate,
+        streams=_large(spec) and not spec.accumulate, tile=tile, workers=workers,
+    )  # fmt: skip
 
 
-def plan_rotation(spec: RopeSpec, *, forward: bool, threads: int, tokens: int | None = None) -> Plan:
-    """Rotate whatever is given, forward or back; no gradients of tables."""
-    return _plan(spec, threads, tokens, (), rotates=True, forward=forward, accumulate=False)
+def plan_rotation(
+    spec: RopeSpec, sides: tuple[Operands, ...], *, forward: bool, threads: int, tokens: int | None = None
+) -> Plan:
+    """Rotate whatever is given, forward or back, without gradients of tables.
+
+    Back, it is for the products that follow at once: they shall find it in the cache.
+    """
+    tile, workers = _schedule(spec, sides, threads, tokens, shared=False)
+    return Plan(
+        spec, (), rotates=True, forward=forward, accumulate=False, streams=forward and _large(spec),
+        tile=tile, workers=workers,
+    )  # fmt: skip
 
 
-def _plan(spec: RopeSpec, threads: int, tokens: int | None, sums: tuple[str, ...], **options: bool) -> Plan:
-    """Tiles that fit the cache, and are enough for every thread to have several."""
-    threads = 1 if channels(spec) < PARALLEL else threads
-    groups = 1 if sums and spec.table_batch != spec.batch else spec.batch
-    item = numpy_dtype(spec.compute).itemsize
-    fitting = tokens or TILE // max(4 * spec.rotary_dim * item, 1)
+def _large(spec: RopeSpec) -> bool:
+    return channels(spec) * numpy_dtype(spec.dtype).itemsize >= STREAM
+
+
+def _schedule(
+    spec: RopeSpec, sides: tuple[Operands, ...], threads: int, tokens: int | None, *, shared: bool
+) -> tuple[int, int]:
+    """Tokens of a tile, and threads: tiles fit the cache, and there are several for every thread.
+
+    Where a token's heads stand side by side in memory, a tile is one token, and memory is read in order.
+    """
+    groups = 1 if shared and spec.table_batch != spec.batch else spec.batch
+    if channels(spec) < PARALLEL:
+        threads = 1
+    fitting = tokens or TILE // max(4 * spec.rotary_dim * numpy_dtype(spec.compute).itemsize, 1)
     if threads > 1:
         fitting = min(fitting, -(-groups * spec.seq // (threads * SHARES)))
+    if tokens is None and all(_by_token(x, spec.layout) for side in sides for x in side if x is not None):
+        fitting = 1
     tile = max(min(fitting, spec.seq), 1)
-    jobs = groups * -(-spec.seq // tile)
-    return Plan(spec, sums=sums, tile=tile, jobs=jobs, workers=max(min(threads, jobs), 1), **options)
+    return tile, max(min(threads, groups * -(-spec.seq // tile)), 1)
+
+
+def _by_token(array: NumpyArray, layout: str) -> bool:
+    _, head, token, _ = (abs(array.strides[axis]) for axis in _AXES[layout])
+    return head < token
 
 
 def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grads: Outputs) -> None:
@@ -83,7 +124,7 @@ def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grad
         half_table=int(spec.table == "half"), shared=int(plan.shared),
         own_sine=int(plan.forward or spec.adjoint == "paired"), forward=int(plan.forward),
         rotates=int(plan.rotates), cos=int("cos" in plan.sums), sin=int("sin" in plan.sums),
-        accumulate=int(plan.accumulate),
+        accumulate=int(plan.accumulate), stream=int(plan.streams),
     )  # fmt: skip
     operands = [_side(loop, plan, *side) for side in (*sides, (None,) * 3)[:2]]
     operands += [_table(loop, plan, inputs.get(name)) for name in ("cos", "sin")]

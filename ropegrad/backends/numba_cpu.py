@@ -15,8 +15,9 @@ import numpy as np
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends import numpy_projection as projection
 from ropegrad.backends.base import Inputs, Outputs
-from ropegrad.backends.numba_call import plan_backward, plan_rotation, run
+from ropegrad.backends.numba_call import Operands, Plan, plan_backward, plan_rotation, run
 from ropegrad.backends.numpy_products import copies
+from ropegrad.backends.numpy_tile import NumpyArray
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.tiles import cores
 
@@ -57,13 +58,12 @@ class NumbaCpu:
 
     def explain(self, spec: RopeSpec | QkvSpec, inputs: Inputs) -> list[str]:
         """Tiles, threads and copies."""
-        geometry = spec if isinstance(spec, RopeSpec) else spec.rope
-        plan = plan_backward(geometry, threads=self._threads, tokens=self.tokens)
-        lines = [
-            f"one compiled loop over tiles of {plan.tile} tokens on {plan.workers} threads, computing in "
-            f"{geometry.compute}; any strides are read and written in place"
-        ]
-        return lines + (copies(spec, inputs) if isinstance(spec, QkvSpec) else [])
+        if isinstance(spec, RopeSpec):
+            plan = plan_backward(spec, _sides(inputs, {}), threads=self._threads, tokens=self.tokens)
+            return [_words(plan)]
+        sides = ((inputs.get("grad_query"), None, None), (inputs.get("grad_key"), None, None))
+        plan = plan_rotation(spec.rope, sides, forward=False, threads=self._threads, tokens=self.tokens)
+        return [_words(plan), *copies(spec, inputs)]
 
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of RoPE; see `ropegrad.rope_backward`."""
@@ -71,11 +71,9 @@ class NumbaCpu:
             f"grad_{need}": np.empty(shape, numpy_dtype(dtype))
             for need in spec.needs for shape, dtype in [spec.output(need)]
         }  # fmt: skip
-        sides = (
-            (inputs.get(f"grad_{side}_embed"), inputs.get(side), results.get(f"grad_{side}")) for side in "qk"
-        )
-        plan = plan_backward(spec, threads=self._threads, tokens=self.tokens)
-        run(compiled(), plan, tuple(sides), inputs, results)
+        sides = _sides(inputs, results)
+        plan = plan_backward(spec, sides, threads=self._threads, tokens=self.tokens)
+        run(compiled(), plan, sides, inputs, results)
         return results
 
     def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
@@ -98,9 +96,28 @@ class NumbaCpu:
         return projection.forward(spec, inputs, rotate, self._threads)
 
     def _rotation(self, spec: RopeSpec, inputs: Inputs, *, forward: bool) -> projection.Rotate:
-        plan = plan_rotation(spec, forward=forward, threads=self._threads, tokens=self.tokens)
-        return lambda x, y: run(compiled(), plan, ((x, None, y),), inputs, {})
+        def rotate(x: NumpyArray, y: NumpyArray) -> None:
+            sides = ((x, None, y),)
+            plan = plan_rotation(spec, sides, forward=forward, threads=self._threads, tokens=self.tokens)
+            run(compiled(), plan, sides, inputs, {})
+
+        return rotate
 
     @property
     def _threads(self) -> int:
         return self.threads or cores()
+
+
+def _sides(inputs: Inputs, results: Outputs) -> tuple[Operands, ...]:
+    return tuple(
+        (inputs.get(f"grad_{side}_embed"), inputs.get(side), results.get(f"grad_{side}")) for side in "qk"
+    )
+
+
+def _words(plan: Plan) -> str:
+    tokens = "1 token" if plan.tile == 1 else f"{plan.tile} tokens"
+    threads = "1 thread" if plan.workers == 1 else f"{plan.workers} threads"
+    return (
+        f"one compiled loop over tiles of {tokens} on {threads}, computing in {plan.spec.compute}"
+        f"{', writing past the cache' if plan.streams else ''}; any strides are read and written in place"
+    )

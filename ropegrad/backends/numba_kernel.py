@@ -16,7 +16,19 @@ import numpy as np
 from numba import njit
 
 from ropegrad.backends import numba_numbers
-from ropegrad.backends.numba_numbers import FLOAT32, FLOAT64, give, load, read, store, take, write
+from ropegrad.backends.numba_numbers import (
+    FLOAT32,
+    FLOAT64,
+    fence,
+    give,
+    load,
+    read,
+    store,
+    store_sum,
+    stream,
+    take,
+    write,
+)
 
 _U16, _U32, _U64 = np.uint16(0), np.uint32(0), np.uint64(0)
 
@@ -61,9 +73,16 @@ class Problem(NamedTuple):
     cos: int
     sin: int
     accumulate: int
+    stream: int  # results are too large for the cache: write them past it
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
+
+
+@njit
+def size_of(kind):
+    """Bytes of a stored number."""
+    return 8 if kind == FLOAT64 else 4 if kind == FLOAT32 else 2
 
 
 @njit
@@ -79,7 +98,7 @@ def move(size, source, source_step, to, step, n):
             write(b, 0, read(a, 0, _U64))
 
 
-@njit(inline="always")
+@njit
 def add_products(sums, g1, g2, x1, x2, n, w, zero):
     """One head's terms of grad_cos (first, second members) and grad_sin."""
     cos1, cos2, sin1, sin2 = sums, sums + w, sums + 2 * w, sums + 3 * w
@@ -91,7 +110,7 @@ def add_products(sums, g1, g2, x1, x2, n, w, zero):
         give(sin2, i, take(sin2, i, zero, 3) + h * x, 3)
 
 
-@njit(inline="always")
+@njit
 def rotate(g1, g2, tables, d1, d2, n, w, zero):
     """d1 = g1·c1 + g2·a, d2 = g2·c2 − g1·b, with the tables' row c1, c2, a, b."""
     c1, c2, a, b = tables, tables + w, tables + 2 * w, tables + 3 * w
@@ -102,14 +121,22 @@ def rotate(g1, g2, tables, d1, d2, n, w, zero):
 
 
 @njit
-def halves(interleaved, kind, address, step, n, to, w, zero):
-    """The first members of n pairs to `to`, the second ones w bytes behind, in the compute dtype."""
-    if interleaved:
-        load(kind, address, 2 * step, n, to, zero)
-        load(kind, address + step, 2 * step, n, to + w, zero)
-    else:
+def halves(p, kind, address, step, to, w, spare, zero):
+    """The first members of a row's pairs to `to`, the second ones w bytes behind, in the compute dtype.
+
+    w is the bytes of n elements, or minus that.
+    """
+    n = p.pairs
+    if not p.interleaved:
         load(kind, address, step, n, to, zero)
         load(kind, address + n * step, step, n, to + w, zero)
+        return
+    if kind != p.compute or step != p.item:
+        load(kind, address, step, 2 * n, spare, zero)
+        address = spare
+    for i in range(n):
+        write(to, i, read(address, 2 * i, zero))
+        write(to + w, i, read(address, 2 * i + 1, zero))
 
 
 @njit
@@ -127,7 +154,7 @@ def whole(interleaved, source, n, w, to, zero):
 
 
 @njit
-def fill_tables(p, cos, sin, b, start, stop, to, w, zero):
+def fill_tables(p, cos, sin, b, start, stop, to, w, spare, zero):
     """A row a token: cosines of first and second members, then the sines that meet g2 in d1 and g1 in d2."""
     n = p.pairs
     for s in range(start, stop):
@@ -139,64 +166,79 @@ def fill_tables(p, cos, sin, b, start, stop, to, w, zero):
             load(sin.kind, t, sin.channel, n, row + 2 * w, zero)
             load(sin.kind, t, sin.channel, n, row + 3 * w, zero)
         else:
-            halves(p.interleaved, cos.kind, c, cos.channel, n, row, w, zero)
+            halves(p, cos.kind, c, cos.channel, row, w, spare, zero)
             if p.own_sine:
-                halves(p.interleaved, sin.kind, t, sin.channel, n, row + 2 * w, w, zero)
+                halves(p, sin.kind, t, sin.channel, row + 2 * w, w, spare, zero)
             else:
-                halves(p.interleaved, sin.kind, t, sin.channel, n, row + 3 * w, -w, zero)
+                halves(p, sin.kind, t, sin.channel, row + 3 * w, -w, spare, zero)
         if p.forward:
             for i in range(2 * n):
                 write(row + 2 * w, i, -read(row + 2 * w, i, zero))
 
 
 @njit
-def write_sums(p, rows, b, start, stop, sums, first, w, spare, zero):
-    """The gradient of one table, from the sums that begin `first` bytes into each token's."""
-    n = p.pairs
+def write_sums(p, rows, b, start, stop, sums, w, spare, zero):
+    """The gradient of one table, from its sums for the first token on."""
     for s in range(start, stop):
-        source = sums + (s - start) * 4 * w + first
+        source, n = sums + (s - start) * 4 * w, 2 * p.pairs
         to = rows.address + b * rows.batch + s * rows.token
         if p.half_table:
+            n = p.pairs
             for i in range(n):
                 write(source, i, read(source, i, zero) + read(source + w, i, zero))
-            store(rows.kind, source, to, rows.channel, n, spare, p.accumulate, zero)
         else:
-            source = whole(p.interleaved, source, n, w, spare, zero)
-            store(rows.kind, source, to, rows.channel, 2 * n, spare + 2 * w, p.accumulate, zero)
+            source = whole(p.interleaved, source, p.pairs, w, spare, zero)
+        if p.accumulate:
+            store_sum(rows.kind, source, to, rows.channel, n, spare + 2 * w, zero)
+        else:
+            store(rows.kind, source, to, rows.channel, n, zero)
 
 
 @njit(inline="always")
 def do_row(p, side, g, x, d, tables, sums, spare, w, zero):
     """One row of one head, given its addresses: terms of the tables' gradients, then its own gradient."""
-    n, item = p.pairs, 8 if side.grad.kind == FLOAT64 else 4 if side.grad.kind == FLOAT32 else 2
+    n, size = p.pairs, size_of(side.result.kind)
     in_place = side.grad.kind == p.compute and side.grad.channel == p.item and not p.interleaved
     g1, g2 = g, g + w
     if not in_place or g == d:
         g1, g2 = spare, spare + w
-        halves(p.interleaved, side.grad.kind, g, side.grad.channel, n, spare, w, zero)
+        halves(p, side.grad.kind, g, side.grad.channel, spare, w, spare + 6 * w, zero)
     if p.cos or p.sin:
         x1, x2 = x, x + w
         if side.x.channel != p.item or side.x.kind != p.compute or p.interleaved or x == d:
             x1, x2 = spare + 2 * w, spare + 3 * w
-            halves(p.interleaved, side.x.kind, x, side.x.channel, n, x1, w, zero)
+            halves(p, side.x.kind, x, side.x.channel, x1, w, spare + 6 * w, zero)
         add_products(sums, g1, g2, x1, x2, n, w, zero)
     if not side.wanted:
         return
     r = side.result
-    if r.kind == p.compute and r.channel == p.item and not p.interleaved and not p.accumulate:
+    streams = p.stream and r.channel == size and (d | 2 * n * size) & 15 == 0 and d != g and d != x
+    direct = r.kind == p.compute and r.channel == size and not p.interleaved and not p.accumulate
+    if direct and not streams:
         rotate(g1, g2, tables, d, d + w, n, w, zero)
     else:
         rotate(g1, g2, tables, spare + 4 * w, spare + 5 * w, n, w, zero)
         source = whole(p.interleaved, spare + 4 * w, n, w, spare + 6 * w, zero)
-        store(r.kind, source, d, r.channel, 2 * n, spare, p.accumulate, zero)
+        if p.accumulate:
+            store_sum(r.kind, source, d, r.channel, 2 * n, spare, zero)
+        elif not streams:
+            store(r.kind, source, d, r.channel, 2 * n, zero)
+        elif r.kind == p.compute:
+            stream(d, source, 2 * n * size)
+        else:
+            store(r.kind, source, spare, size, 2 * n, zero)
+            stream(d, spare, 2 * n * size)
     rest, g, d = p.dim - 2 * n, g + 2 * n * side.grad.channel, d + 2 * n * r.channel
     if rest == 0:
         return
     if r.kind == side.grad.kind and not p.accumulate:
-        move(item, g, side.grad.channel, d, r.channel, rest)
+        move(size, g, side.grad.channel, d, r.channel, rest)
+        return
+    load(side.grad.kind, g, side.grad.channel, rest, spare, zero)
+    if p.accumulate:
+        store_sum(r.kind, spare, d, r.channel, rest, spare + rest * p.item, zero)
     else:
-        load(side.grad.kind, g, side.grad.channel, rest, spare, zero)
-        store(r.kind, spare, d, r.channel, rest, spare + rest * p.item, p.accumulate, zero)
+        store(r.kind, spare, d, r.channel, rest, zero)
 
 
 @njit
@@ -225,16 +267,17 @@ def do_jobs(p, q, k, cos, sin, grad_cos, grad_sin, first, last, scratch, zero):
         stop = min(start + p.tile, p.seq)
         own = job // tiles
         if p.rotates:
-            fill_tables(p, cos, sin, own, start, stop, tables, w, zero)
+            fill_tables(p, cos, sin, own, start, stop, tables, w, spare, zero)
         for i in range(4 * n * (stop - start)):
             write(sums, i, zero)
         for b in range(0 if p.shared else own, p.batch if p.shared else own + 1):
             do_side(p, q, b, start, stop, tables, sums, spare, w, zero)
             do_side(p, k, b, start, stop, tables, sums, spare, w, zero)
         if p.cos:
-            write_sums(p, grad_cos, own, start, stop, sums, 0, w, spare, zero)
+            write_sums(p, grad_cos, own, start, stop, sums, w, spare, zero)
         if p.sin:
-            write_sums(p, grad_sin, own, start, stop, sums, 2 * w, w, spare, zero)
+            write_sums(p, grad_sin, own, start, stop, sums + 2 * w, w, spare, zero)
+    fence()
 
 
 def _with_sources(digest: int) -> Callable[..., None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.core.extending import intrinsic, overload
 
@@ -79,6 +80,41 @@ def _apart(builder: Any, instruction: Any, place: int) -> Any:
     instruction.set_metadata("alias.scope", module.add_metadata([scopes[place]]))
     instruction.set_metadata("noalias", module.add_metadata(others))
     return instruction
+
+
+@intrinsic
+def _stream(context: Any, to: Any, source: Any) -> Any:
+    """Copy 16 bytes past the cache; `to` is a multiple of 16."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(32), 4).as_pointer()
+        to, source = (builder.inttoptr(address, kind) for address in args)
+        stored = builder.store(builder.load(source, align=1), to, align=16)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), build
+
+
+@intrinsic
+def fence(context: Any) -> Any:
+    """What was written before is seen by every thread before what is written after, streams included."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@njit
+def stream(to, source, size):
+    """Copy `size` bytes past the cache: memory is not read first, as it is for a part of a cache line.
+
+    Address and size are multiples of 16.
+    """
+    for i in range(0, size, 16):
+        _stream(to + i, source + i)
 
 
 @intrinsic
@@ -188,9 +224,6 @@ def _load(stored, size, address, step, n, to, zero):
     if step == size:
         for i in range(n):
             write(to, i, widen(read(address, i, stored), zero))
-    elif step == 2 * size:
-        for i in range(n):
-            write(to, i, widen(read(address, 2 * i, stored), zero))
     else:
         for i in range(n):
             write(to, i, widen(read(address + i * step, 0, stored), zero))
@@ -220,13 +253,8 @@ def _store(stored, size, source, address, step, n, zero):
 
 
 @njit
-def store(kind, source, address, step, n, spare, accumulate, zero):
-    """n elements of the compute dtype to or, with accumulate, added to elements `step` bytes apart."""
-    if accumulate:
-        load(kind, address, step, n, spare, zero)
-        for i in range(n):
-            write(spare, i, read(spare, i, zero) + read(source, i, zero))
-        source = spare
+def store(kind, source, address, step, n, zero):
+    """n elements of the compute dtype, rounded once, to elements `step` bytes apart."""
     if kind == FLOAT32:
         _store(_F32, 4, source, address, step, n, zero)
     elif kind == FLOAT64:
@@ -235,3 +263,12 @@ def store(kind, source, address, step, n, spare, accumulate, zero):
         _store(_BF16, 2, source, address, step, n, zero)
     else:
         _store(_F16, 2, source, address, step, n, zero)
+
+
+@njit
+def store_sum(kind, source, address, step, n, spare, zero):
+    """The same, added to what is there; the sum is made in `spare`."""
+    load(kind, address, step, n, spare, zero)
+    for i in range(n):
+        write(spare, i, read(spare, i, zero) + read(source, i, zero))
+    store(kind, spare, address, step, n, zero)

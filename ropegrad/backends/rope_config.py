@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 MOST_SHARED = 48 << 10  # bytes a block has without asking
 MOST_HELD = 400  # bytes of a thread's registers for what it holds, beside addresses and the like
+MOST_LANES = 32
+MOST_THREADS = 512  # then each has 128 registers
 MOST_GROUPS = 64  # threads along z
 MOST_GRID = 65_535  # blocks along y and z
 
@@ -46,7 +48,7 @@ class Work:
     lanes: threads that a whole row takes; heads, kv_heads: of q and k, 0 where none are read; batch, seq:
     what blocks pick their tokens from; thread_bytes: of shared memory that a thread needs, 0 where no table
     gradient is wanted; held_bytes, row_bytes: of registers that a thread needs for tables and sums, and for
-    each row in flight.
+    each row in flight; moved: bytes in all; l2: bytes of the GPU's L2.
     """
 
     lanes: int
@@ -57,22 +59,35 @@ class Work:
     thread_bytes: int
     held_bytes: int
     row_bytes: int
-    multiprocessors: int
+    moved: int
+    l2: int
 
 
 def choose(work: Work) -> Config:
-    """The rule.
+    """The rule, for accesses of a width.
 
     A thread has four rows in flight, or as many as registers allow, and those are all that it works on: so
     there are as many groups as the heads need. With table gradients that is a block a token, so that heads
     are summed inside it; only where it would be too large do threads take several turns, and only where it
-    would be small does it have several tokens. Without them blocks of any size do.
+    would be small does it have several tokens. Without them blocks of any size do. Loads pass L1 by where
+    most of what moves stays in L2.
     """
-    lanes = min(work.lanes, 32)
+    lanes = min(work.lanes, MOST_LANES)
     rows = next((rows for rows in (4, 2) if work.held_bytes + rows * work.row_bytes <= MOST_HELD), 1)
-    if not work.thread_bytes:
-        return spread(work, lanes=lanes, threads=256, rows=rows)
-    return spread(work, lanes=lanes, threads=min(640, MOST_SHARED // work.thread_bytes - 64), rows=rows)
+    threads = 256
+    if work.thread_bytes:
+        threads = min(MOST_THREADS, MOST_SHARED // work.thread_bytes - 64)
+    config = spread(work, lanes=lanes, threads=threads, rows=rows)
+    return replace(config, hint=int(3 * work.moved <= 4 * work.l2))
+
+
+def suits(work: Work, config: Config) -> bool:
+    """Whether a block of this shape takes one turn and whole rows: then narrow accesses are the faster ones.
+
+    They take half the registers, so that more threads ask for as many bytes.
+    """
+    taken = config.groups_q * config.rows >= work.heads and config.groups_k * config.rows >= work.kv_heads
+    return bool(work.thread_bytes) and taken and config.lanes == work.lanes
 
 
 def spread(work: Work, *, lanes: int, threads: int, rows: int) -> Config:

@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass
 
 from ropegrad.arrays import nbytes
-from ropegrad.backends.rope_config import MOST_GRID, Config, Work, choose
+from ropegrad.backends.rope_config import MOST_GRID, Config, Work, choose, suits
 from ropegrad.backends.rope_instance import Instance
 from ropegrad.backends.rope_memory import (
     ALIGNED,
@@ -23,6 +23,7 @@ from ropegrad.backends.rope_memory import (
     judge,
     strides,
 )
+from ropegrad.cost import rope_cost
 from ropegrad.spec import RopeSpec
 
 PLACES = (0, 5, 10, 15, 20, 25, 30, 34, 38, 42)  # of the addresses in `Arguments`, in the order of NAMES
@@ -67,20 +68,22 @@ def too_many(spec: RopeSpec) -> bool:
     return not _walks(spec) and min(spec.batch, spec.seq) > MOST_GRID
 
 
-def prepare(
-    spec: RopeSpec, layout: Layout, multiprocessors: int, config: Config | None = None
-) -> Launch | None:
+def prepare(spec: RopeSpec, layout: Layout, l2: int, config: Config | None = None) -> Launch | None:
     """The launch for arrays in this memory; None where there is nothing to write.
 
-    `config` overrides the rule. Raises SpecError for memory that no GPU can read.
+    l2: bytes of the GPU's L2. `config` overrides the rule. Raises SpecError for memory that no GPU can read.
     """
     memory = {name: found for name, found in zip(NAMES, layout, strict=True) if found is not None}
     judge(spec, memory)
     if not spec.seq or not (spec.batch or _walks(spec)):
         return None
-    vector, one = access(spec, memory, config.vector if config else ALIGNED)
-    work = _work(spec, vector, multiprocessors)
-    config = config or choose(work)
+    for width in (config.vector,) if config else (ALIGNED // 2, ALIGNED):
+        vector, one = access(spec, memory, width)
+        work = _work(spec, vector, l2)
+        chosen = config or choose(work)
+        if suits(work, chosen):
+            break
+    config = chosen
     instance = _instance(spec, memory, vector, one, config)
     grid, block = _shape(work, config, instance)
     return Launch(
@@ -112,7 +115,7 @@ def _heads(spec: RopeSpec) -> tuple[int, int]:
 # ---- what is compiled --------------------------------------------------------------------------------------
 
 
-def _work(spec: RopeSpec, vector: int, multiprocessors: int) -> Work:
+def _work(spec: RopeSpec, vector: int, l2: int) -> Work:
     kinds = len({"cos", "sin"} & set(spec.needs))
     slots = vector if spec.table == "half" else 2 * vector
     rest = (spec.head_dim - spec.rotary_dim) // vector
@@ -125,7 +128,7 @@ def _work(spec: RopeSpec, vector: int, multiprocessors: int) -> Work:
         thread_bytes=slots * thread_slot,
         held_bytes=slots * (thread_slot + 2 * rotates * nbytes((1,), spec.table_dtype)),
         row_bytes=nbytes((2 * vector,), spec.dtype) * (1 + bool(kinds)),
-        multiprocessors=multiprocessors,
+        moved=rope_cost(spec).moved, l2=l2,
     )  # fmt: skip
 
 

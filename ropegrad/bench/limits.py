@@ -79,17 +79,17 @@ class Tuned:
         self.contenders: dict[str, list[Call]] = {"copy": copy_calls(self._wide, self.half)}
         self.contenders |= {config.name: every[config.name] for config in self.finalists}
 
-    def records(self, case: str, timings: Mapping[str, Timing]) -> Iterator[Record]:
+    def records(self, case: str, timings: Mapping[str, Timing], suite: str = "rope") -> Iterator[Record]:
         """The copy's, and that of the finalist that was fastest."""
         best = min(self.finalists, key=lambda config: timings[config.name].median_us)
         options = asdict(best) | {"tuning_us": self.tuning_us}
         yield self.run.record(
-            "copy", case, timings["copy"], {"copy": _copied(self._wide, self.half)}, spec={"suite": "rope"},
+            "copy", case, timings["copy"], {"copy": _copied(self._wide, self.half)}, spec={"suite": suite},
             backend="cuda", kernel="cudaMemcpyAsync", bytes_read=self.half, bytes_written=self.half, flops=0,
         )  # fmt: skip
         yield self.run.record(
             "stream", case, timings[best.name], {"sum": _added(self._sets, best, self._processors)},
-            spec={"suite": "rope"}, options=options, backend="cuda", kernel=f"stream {best.name}",
+            spec={"suite": suite}, options=options, backend="cuda", kernel=f"stream {best.name}",
             bytes_read=32 * self.n, bytes_written=16 * self.n, flops=0,
         )  # fmt: skip
 

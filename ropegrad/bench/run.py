@@ -41,6 +41,8 @@ DECIDES: dict[str, tuple[str, ...]] = {
     ),
     "cupy_plain": ("backends/cupy_plain.py", "backends/cublas.py", "maths/layout.py", *_TIMED, *_JUDGED),
     "torch": ("bench/torch_formulas.py", *_TIMED, *_JUDGED),
+    "triton": ("bench/triton_rope.py", *_TIMED, *_JUDGED),
+    "liger": (*_TIMED, *_JUDGED),
 }
 
 

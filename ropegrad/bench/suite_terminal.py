@@ -12,10 +12,9 @@ from rich.console import Console
 from ropegrad import records
 from ropegrad.bench.limits import Samples, plain_limits
 from ropegrad.bench.run import digest, start
-from ropegrad.bench.suite import time_suite
+from ropegrad.bench.suite import TIMED, time_suite, timed_suite
 from ropegrad.bench.terminal import columns
 from ropegrad.records import Record
-from ropegrad.suites import SUITES
 
 CEILINGS = ("copy", "stream", "products")
 
@@ -23,7 +22,7 @@ CEILINGS = ("copy", "stream", "products")
 def main(arguments: Sequence[str]) -> int:
     """Add to FILE what it lacks of a suite at today's code; exit status 1 if something was wrong."""
     parser = argparse.ArgumentParser(prog="python -m ropegrad.bench.suite_terminal", description=__doc__)
-    parser.add_argument("suite", choices=[*SUITES, "limits"])
+    parser.add_argument("suite", choices=[*TIMED, "limits"])
     parser.add_argument("file", type=Path)
     parser.add_argument("--commit")
     parser.add_argument("--command", default="python3 scripts/gpu --only time")
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--without-rivals", action="store_true")
     parser.add_argument("--cases", type=int, help="only the first so many")
     given = parser.parse_args(arguments)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     run = start(given.commit, given.command)
     held = [record for record in kept(given.file) if record.commit == run.commit]
     records.write(given.file, held)
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         if not any(record.op == "gemm" for record in held):
             records.append(given.file, plain_limits(run, console.print, samples))
         return 0
-    suite = SUITES[given.suite]()
+    suite = timed_suite(given.suite)
     done = {record.case for record in held if record.spec.get("suite") == given.suite}
     left = list(suite)[given.cases :] if given.cases is not None else []
     for found in time_suite(
@@ -62,7 +61,8 @@ def show(console: Console, found: list[Record]) -> None:
     """A row a case and protocol: the ceiling, each backend of ours and its ratio to that, PyTorch."""
     for protocol in dict.fromkeys(record.protocol for record in found):
         here = [record for record in found if record.protocol == protocol]
-        mine = list(dict.fromkeys(r.backend for r in here if r.op not in CEILINGS and r.backend != "torch"))
+        timed = dict.fromkeys(r.backend for r in here if r.op not in CEILINGS and r.backend != "torch")
+        mine = list(timed)
         torch = ("eager", "compile", "best") if any(r.backend == "torch" for r in here) else ()
         console.print(
             f"\n{here[0].device}, driver {here[0].driver}, {protocol}, median µs. Ceiling: the faster of "

@@ -22,6 +22,7 @@ QKV_INPUTS = (
 class Case:
     """A spec and its inputs by the problem's names: NumPy arrays in the spec's layout, None where absent.
 
+    `first_token` says where a run of tokens that was cut out of a case began.
     `prior` holds, with spec.accumulate, what the output arrays contained before the call ('grad_q', ...).
     """
 
@@ -29,6 +30,7 @@ class Case:
     spec: RopeSpec | QkvSpec
     inputs: dict[str, NumpyArray | None]
     prior: dict[str, NumpyArray] = field(default_factory=dict)
+    first_token: int = 0
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify.case import Case
-from ropegrad.verify.draws import make_case
+from ropegrad.verify.recipe import Recipe
 
 _BASE = RopeSpec(batch=2, heads=6, kv_heads=2, seq=5, head_dim=8, rotary_dim=8, table_batch=2)
 _QKV = QkvSpec(rope=replace(_BASE, needs=()), hidden_size=16)
@@ -22,6 +22,16 @@ _WIDE: dict[str, Any] = {"head_dim": 32, "rotary_dim": 32}
 
 def rope_edge_cases() -> list[Case]:
     """Edge cases of RoPE: heads, widths, pass-through, tables, layouts, memory, values."""
+    return [recipe.case() for recipe in rope_recipes()]
+
+
+def qkv_edge_cases() -> list[Case]:
+    """Edge cases of the projections: packing, layouts, biases, sparse probes, ranges."""
+    return [recipe.case() for recipe in qkv_recipes()]
+
+
+def rope_recipes() -> list[Recipe]:
+    """The edge cases of RoPE before their data are made."""
     cases = [
         _rope("kv heads are summed into the tables", heads=4, kv_heads=1),
         _rope("a single head on each side", heads=1, kv_heads=1),
@@ -89,8 +99,8 @@ def rope_edge_cases() -> list[Case]:
     return cases
 
 
-def qkv_edge_cases() -> list[Case]:
-    """Edge cases of the projections: packing, layouts, biases, sparse probes, ranges."""
+def qkv_recipes() -> list[Recipe]:
+    """The edge cases of the projections before their data are made."""
     return [
         _qkv("three projections in one", _QKV),
         _qkv("a single head on each side", _rope_of(heads=1, kv_heads=1)),
@@ -137,12 +147,12 @@ def _rope(
     tables: str = "normal",
     memory: str = "contiguous",
     **changes: object,
-) -> Case:
+) -> Recipe:
     spec = replace(_BASE, **changes)  # type: ignore[arg-type]
-    return make_case(spec, len(name), values=values, tables=tables, memory=memory, name=name)
+    return Recipe(spec, len(name), values, tables, memory, name)
 
 
 def _qkv(
     name: str, spec: QkvSpec, *, values: str = "normal", tables: str = "normal", memory: str = "contiguous"
-) -> Case:
-    return make_case(spec, len(name), values=values, tables=tables, memory=memory, name=name)
+) -> Recipe:
+    return Recipe(spec, len(name), values, tables, memory, name)

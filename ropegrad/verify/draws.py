@@ -168,6 +168,17 @@ def _random_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     return _cast(cos, spec.table_dtype), _cast(sin, spec.table_dtype)
 
 
+def _equal_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
+    """Normal numbers, the two columns of a pair alike: what a function may need that reads one of them."""
+    made = []
+    for _ in range(2):
+        x = rng.standard_normal((*spec.table_shape[:-1], spec.rotary_dim // 2))
+        if spec.table == "full":
+            x = np.tile(x, 2) if spec.pairing == "half" else np.repeat(x, 2, axis=-1)
+        made.append(_cast(x, spec.table_dtype))
+    return made[0], made[1]
+
+
 def _benchmark_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     """As the benchmark draws them: cos θ and sin φ, θ and φ independent N(0, 1) clipped to ±π."""
     theta, phi = (
@@ -207,6 +218,7 @@ def _nonfinite_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]
 Tables = Callable[[Rng, RopeSpec], tuple[NumpyArray, NumpyArray]]
 TABLES: dict[str, Tables] = {
     "normal": _random_tables,
+    "equal": _equal_tables,
     "benchmark": _benchmark_tables,
     "llama3": _real_tables(500_000.0),
     "base10000": _real_tables(10_000.0),
@@ -276,10 +288,14 @@ MEMORY: dict[str, Memory] = {
 }  # fmt: skip
 
 
+# `mixed` draws a kind for each array; `movable` only those that PyTorch and GPUs have, too.
+MIXTURES = {"mixed": tuple(MEMORY), "movable": ("contiguous", "transposed", "sliced", "stepped", "expanded")}
+
+
 def place(rng: Rng, x: NumpyArray, memory: str, name: str) -> NumpyArray:
-    """The same values in memory of another kind, read-only; `mixed` draws a kind for each array."""
-    kinds = list(MEMORY)
-    kind = kinds[int(rng.integers(len(kinds)))] if memory == "mixed" else memory
+    """The same values in memory of another kind, read-only."""
+    kinds = MIXTURES.get(memory, (memory,))
+    kind = kinds[int(rng.integers(len(kinds)))] if len(kinds) > 1 else memory
     placed = MEMORY[kind](rng, x) if x.ndim else x
     placed = placed.view()
     placed.flags.writeable = False

@@ -162,6 +162,12 @@ def worst_ratio(got: NDArray[Any], expected: Expected, bound: Floats, must: Stat
     return Worst(best, place, float(got[place]), float(expected.value[place]), float(bound[place]))
 
 
+def all_ratios(got: NDArray[Any], expected: Expected, bound: Floats, must: States | None = None) -> Floats:
+    """As `worst_ratio`, for every element: |got - exact| / bound, Inf where a rule about NaN is broken."""
+    with np.errstate(all="ignore"):
+        return _ratios(got, expected, bound, must, (slice(None),) * got.ndim)
+
+
 def _chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Slices of about _CHUNK elements that cover an array in memory order; none where it is empty."""
     if 0 in shape:

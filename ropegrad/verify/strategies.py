@@ -1,4 +1,8 @@
-"""Hypothesis strategies for problems: draw a spec and kinds of data, then make the arrays from one seed."""
+"""Hypothesis strategies for problems: draw a spec and kinds of data, then make the arrays from one seed.
+
+For a test of your own: `@given(case=problems(Contract(op="rope"), Domain(gqa=(1, 4))))`; case.inputs holds
+the arrays by name, case.spec what they mean, and `ropegrad.verify.check(case, function)` judges.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ from ropegrad.arrays import DTYPES
 from ropegrad.spec import ADJOINTS, LAYOUTS, PAIRINGS, QKV_NEEDS, ROPE_NEEDS, TABLES, QkvSpec, RopeSpec
 from ropegrad.verify import draws
 from ropegrad.verify.case import Case
+from ropegrad.verify.domain import Domain, fitted
+from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.target import Contract
 
 HEAD_DIMS = (0, 1, 2, 4, 6, 8, 20, 33, 48, 72, 80, 96, 112, 128)
 RATIOS = (0, 1, 2, 3, 4, 7, 8)
@@ -46,6 +53,59 @@ def cases(
         tables=draw(st.sampled_from(list(draws.TABLES))),
         memory=draw(memory),
     )
+
+
+# Of targets: what is simplest stands first, and failures shrink to it.
+WIDTHS = (2, 4, 6, 8, 20, 48, 72, 80, 96, 112, 128, 160, 192, 256)
+TOKENS = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 127, 129, 257)
+ELEMENTS = (1 << 11, 1 << 11, 1 << 11, 1 << 14)  # of q, about: a problem takes milliseconds
+
+
+def recipes(contract: Contract, domain: Domain = Domain()) -> st.SearchStrategy[Recipe]:  # noqa: B008  frozen
+    """A problem inside a target's domain, before its data are made: sizes, kinds of data, a seed."""
+    widths = domain.head_dim or WIDTHS
+    return _recipes(
+        contract, domain,
+        st.sampled_from(widths[:4]) | st.sampled_from(widths),
+        st.sampled_from(domain.gqa or (1, 2, 3, 4, 7, 8, 33)),
+        st.integers(0, 15 if domain.empty == "yes" else 14),
+        st.integers(0, max(widths) // 2) if domain.rotary == "any" else st.nothing(),
+    )  # fmt: skip
+
+
+@st.composite
+def _recipes(
+    draw: st.DrawFn, contract: Contract, domain: Domain, widths: st.SearchStrategy[int],
+    ratios: st.SearchStrategy[int], emptiness: st.SearchStrategy[int], pairs: st.SearchStrategy[int],
+) -> Recipe:  # fmt: skip
+    head_dim, kv_heads, batch, most = draw(widths), draw(_KV_HEADS), draw(_BATCHES), draw(_MOST)
+    heads = kv_heads * draw(ratios)
+    seq = draw(_TOKENS) or heads
+    if draw(emptiness) == 15:
+        batch, seq = (0, 1) if batch > 1 else (1, 0)
+    batch = min(batch, max(1, most // (heads * head_dim))) if batch else 0
+    seq = min(seq, max(1, most // max(batch * heads * head_dim, 1))) if seq else 0
+    rotary = head_dim if pairs.is_empty else 2 * min(draw(pairs), head_dim // 2)
+    spec = contract.spec(
+        batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim, rotary_dim=rotary,
+        hidden_size=draw(_HIDDEN) if contract.op == "qkv" else None,
+    )  # fmt: skip
+    recipe = Recipe(spec, draw(SEEDS), draw(_VALUES), draw(_TABLES), draw(_MEMORY))
+    return fitted(recipe, contract, domain)
+
+
+_KV_HEADS, _BATCHES = st.sampled_from((1, 2, 3, 8)), st.sampled_from((1, 2, 3))
+_TOKENS, _MOST = st.sampled_from((*TOKENS, 0)), st.sampled_from(ELEMENTS)  # 0: as many as heads
+_HIDDEN = st.sampled_from((1, 2, 3, 8, 17, 64))
+_VALUES, _MEMORY = st.sampled_from(list(draws.VALUES)), st.sampled_from((*draws.MEMORY, "mixed"))
+_TABLES = st.sampled_from(
+    ("normal", "equal", "llama3", "base10000", "far", "scaled", "benchmark", "nonfinite")
+)
+
+
+def problems(contract: Contract, domain: Domain = Domain()) -> st.SearchStrategy[Case]:  # noqa: B008  frozen
+    """A problem inside a target's domain, with its data."""
+    return recipes(contract, domain).map(Recipe.case)
 
 
 def _subsets(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:

@@ -14,6 +14,7 @@ raised, naming the line, where a kernel
 - lets a thread touch shared memory where another has written, or write where another has read, with no
   barrier between;
 - lets threads of a block wait at different barriers, or for lanes that never come;
+- does not end;
 - is given an argument of another size than its parameter's.
 
 Inline PTX of the instructions in `ptx.MEANING` is understood. Other assembly is wrapped in small __device__

@@ -14,6 +14,7 @@ struct Image { uintptr_t begin, end; char* thread_begin; size_t thread_size; } i
 std::vector<shim::Region> regions;
 const shim::Region* last;  // where the access before this one was
 shim::Region shared;
+unsigned long long left;  // loads and stores before it counts as endless
 
 int find_image(dl_phdr_info* info, size_t, void*) {
     Image found = {~uintptr_t(0), 0, nullptr, 0};
@@ -70,6 +71,7 @@ void allow(const Launch& launch, void* dynamic) {
     regions.push_back({own, own + image.thread_size, STATIC_SHARED, 1});
     regions.push_back(shared);
     last = &regions.back();
+    left = launch.most;
     track(launch.shared, image.thread_size);
 }
 
@@ -89,7 +91,9 @@ void check(uintptr_t address, size_t size, Access access, uintptr_t site) {
     const auto fits = [=](const Region& region) {
         return address >= region.begin && address + size <= region.end && (region.writable || access == LOAD);
     };
-    if (!running() || !size || fits(stack())) return;
+    if (!running() || !size) return;
+    if (!left--) fail(site, "still loads and stores after all that the launch may: an endless loop");
+    if (fits(stack())) return;
     if (!fits(*last)) last = find(address, size, access, site, fits);
     if (access != ATOMIC && (last->array == STATIC_SHARED || last->array == DYNAMIC_SHARED))
         visit(last->array == DYNAMIC_SHARED, address - last->begin, size, access == STORE, site);

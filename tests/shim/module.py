@@ -29,7 +29,7 @@ class _Region(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = (
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
+        ("most", ctypes.c_ulonglong), ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3),
         ("shared", ctypes.c_uint), ("order", ctypes.c_uint),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)), ("sizes", ctypes.POINTER(ctypes.c_size_t)),
         ("count", ctypes.c_int),
@@ -84,13 +84,14 @@ class Kernel:
         shared_mem: int = 0,
         arrays: Sequence[np.ndarray] = (),
         order: int = 0,
+        most: int = 1 << 32,
     ) -> None:
-        """Run every block to its end. Raises Fault."""
+        """Run every block to its end. Raises Fault, also after `most` loads and stores."""
         held = [_value(x) for x in args]
         known = [x for x in args if isinstance(x, np.ndarray)]
         regions = _regions([*known, *arrays])
         launch = _Launch(
-            _three(grid), _three(block), shared_mem, order,
+            most, _three(grid), _three(block), shared_mem, order,
             (ctypes.c_void_p * len(held))(*(ctypes.addressof(x) for x in held)),
             (ctypes.c_size_t * len(held))(*(ctypes.sizeof(x) for x in held)), len(held),
             regions, len(regions),

@@ -68,13 +68,14 @@ template <class T, int N> struct Vector {
     }
 };
 
-// DENSE: unit stride, and aligned to the vector or to 16 bytes; otherwise element by element, `step` bytes apart.
+// DENSE: unit stride, and aligned to the vector or to 16 bytes; else element by element, `step` bytes apart.
 template <int HINT, bool DENSE, class T, int N>
 DEVICE void load(Vector<T, N>& to, const char* from, long long step) {
     using V = Vector<T, N>;
     if constexpr (DENSE) {
         #pragma unroll
-        for (int at = 0; at < V::bytes; at += V::access) load_words<HINT, V::access>(to.word + at / 4, from + at);
+        for (int at = 0; at < V::bytes; at += V::access)
+            load_words<HINT, V::access>(to.word + at / 4, from + at);
     } else {
         to = {};
         #pragma unroll
@@ -91,7 +92,8 @@ DEVICE void store(char* to, const Vector<T, N>& from, long long step) {
     using V = Vector<T, N>;
     if constexpr (DENSE) {
         #pragma unroll
-        for (int at = 0; at < V::bytes; at += V::access) store_words<HINT, V::access>(to + at, from.word + at / 4);
+        for (int at = 0; at < V::bytes; at += V::access)
+            store_words<HINT, V::access>(to + at, from.word + at / 4);
     } else {
         #pragma unroll
         for (int i = 0; i < N; ++i) {

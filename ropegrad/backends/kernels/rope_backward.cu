@@ -1,14 +1,16 @@
 // RoPE backward in one pass: every input is read once and every output written once.
 //
-// A row is one head of one token. A thread owns two vectors of `vector` channels of its rows, a fixed distance
-// apart (channels j and j + R/2 where the pairing is "half", so both members of a pair; whole pairs where it
-// is "interleaved"). A block is lanes x tokens x groups threads: lanes share a row, groups a token's rows, the
-// first groups_q of them q's heads, the others k's, in turns. A thread has `rows` rows in flight.
+// A row is one head of one token. A thread owns two vectors of `vector` channels of its rows, a fixed
+// distance apart (channels j and j + R/2 where the pairing is "half", so both members of a pair; whole pairs
+// where it is "interleaved"). A block is lanes x tokens x groups threads: lanes share a row, groups a token's
+// rows, the first groups_q of them q's heads, the others k's, in turns. A thread has `rows` rows in flight.
 //
 // blockIdx.x counts tokens and the parts of their rows, blockIdx.z batches (or the other way round) and, where
-// no table gradient is wanted, blockIdx.y parts of the heads. Table gradients are summed over a thread's rows in registers, then over groups,
-// in their order, through shared memory. No atomics: the same launch gives the same bits. Where a table is
-// shared by the batch and its gradient is wanted, a block walks over the batch.
+// no table gradient is wanted, blockIdx.y parts of the heads. Table gradients are summed over a thread's rows
+// in registers, then over groups, in their order, through shared memory. No atomics: the same launch gives
+// the same bits. Where a table is shared by the batch and its gradient is wanted, a block walks over the batch.
+//
+// Rows are asked for before anything else, all at once: what a block waits for is one latency of memory.
 //
 // What is compiled is said by a struct `Instance` behind this text (rope_instance.py). Strides, heads and
 // tokens are run-time values.
@@ -33,7 +35,8 @@ template <class I> struct Stream {
 // What a thread has in flight.
 template <class I> struct Flight { RowOf<I> grad[I::rows], x[I::rows], old[I::rows]; };
 
-template <class I> DEVICE void load_row(RowOf<I>& row, const Stream<I>& from, int r, bool first, bool second) {
+template <class I>
+DEVICE void load_row(RowOf<I>& row, const Stream<I>& from, int r, bool first, bool second) {
     if (first) load<I::hint, I::dense>(row[0], from.row(r), from.step);
     else row[0] = {};
     if (second) load<I::hint, I::dense>(row[1], from.second(r), from.step);
@@ -41,7 +44,8 @@ template <class I> DEVICE void load_row(RowOf<I>& row, const Stream<I>& from, in
 }
 
 // Channels past the rotary width: the same bits.
-template <class I> DEVICE void pass_through(const char* from, long long from_step, char* to, long long to_step, int rest, int lane) {
+template <class I> DEVICE void pass_through(
+    const char* from, long long from_step, char* to, long long to_step, int rest, int lane) {
     using T = typename I::Storage;
     constexpr int V = I::dense ? I::vector : 1;
     for (int v = lane; v < rest; v += Shape<I>::parts * I::lanes) {
@@ -87,7 +91,8 @@ template <class I> DEVICE void rows_of_batch(
     const bool rotate = rotates<I>(a, group);
     const int split = S::products ? 0 : blockIdx.y, splits = S::products ? 1 : gridDim.y;
     bool start = batch == place.batch;
-    for (int row = group.number + split * group.of * U; I::once || row < group.heads; row += splits * group.of * U) {
+    const int turn = group.of * U;
+    for (int row = group.number + split * turn; I::once || row < group.heads; row += splits * turn) {
         Flight<I> now;
         #pragma unroll
         for (int u = 0; u < U; ++u) {
@@ -96,7 +101,8 @@ template <class I> DEVICE void rows_of_batch(
             const bool first = there && place.first, second = there && place.second;
             load_row<I>(now.grad[u], grad, r, first, second);
             if constexpr (S::products) load_row<I>(now.x[u], x, r, first, second);
-            if constexpr (I::rotate && I::add) load_row<I>(now.old[u], out, r, first && rotate, second && rotate);
+            if constexpr (I::rotate && I::add)
+                load_row<I>(now.old[u], out, r, first && rotate, second && rotate);
         }
         if (I::rotate && start) {
             load_table<I>(tables.cos, a.cos, place);

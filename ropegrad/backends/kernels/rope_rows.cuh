@@ -12,14 +12,15 @@ struct Arguments {
     long long rest;                   // vectors of a row that pass through
 };
 
-// Elements of a thread are numbered through both its vectors, pairs 0 … vector-1. A half table has a column a
-// pair, a full one a column an element.
+// Elements of a thread are numbered through both its vectors, pairs 0 … vector-1. A half table has a column
+// a pair, a full one a column an element.
 template <class I> struct Shape {
     static constexpr int V = I::vector, lanes = (I::vectors + 1) / 2;
     static constexpr int element = sizeof(typename I::Storage), bytes = V * element;
     static constexpr int apart = lanes * V;  // elements from a thread's first vector to its second
     static constexpr int parts = lanes ? (lanes + I::lanes - 1) / I::lanes : 1;  // of a row, in blocks
-    static constexpr bool all_first = lanes == parts * I::lanes, all_second = all_first && 2 * lanes == I::vectors;
+    static constexpr bool all_first = lanes == parts * I::lanes;
+    static constexpr bool all_second = all_first && 2 * lanes == I::vectors;
     static constexpr int groups = I::groups_q + I::groups_k, members = I::lanes * I::tokens;
 
     static constexpr bool one_run = I::half_table && !I::interleaved;  // table columns of both vectors

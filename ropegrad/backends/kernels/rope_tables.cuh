@@ -62,7 +62,8 @@ template <class I> DEVICE void sum_groups(
         for (int group = 1; group < S::groups; ++group) sum = plus(sum, terms[group * S::members]);
         const Place mine = place_at<I>(a, place.batch, place.token + y, place.lane + lane);
         if (run ? mine.second : mine.first)
-            write_column<I>(is_sin ? a.grad_sin.at : a.grad_cos.at, is_sin ? a.grad_sin.batch : a.grad_cos.batch,
+            write_column<I>(is_sin ? a.grad_sin.at : a.grad_cos.at,
+                            is_sin ? a.grad_sin.batch : a.grad_cos.batch,
                             is_sin ? a.grad_sin.token : a.grad_cos.token,
                             is_sin ? a.grad_sin.column : a.grad_cos.column, mine,
                             (mine.lane + run * S::lanes) * S::columns + i, sum);

@@ -1,12 +1,12 @@
 // The part of CUDA C++ that plain kernels use, for g++. Included before the text of a program of kernels.
 #pragma once
 #include <cassert>
-#include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // Bessel's functions and their like: most of the time of a small program
+#include <cmath>
 
 #include "runtime.h"
 #include "vectors.h"

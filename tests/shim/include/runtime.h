@@ -16,6 +16,7 @@ enum { OWN = -3, STATIC_SHARED = -2, DYNAMIC_SHARED = -1 };
 struct Region { uintptr_t begin, end; int array, writable; };
 
 struct Launch {
+    unsigned long long most;  // loads and stores: more are an endless loop
     unsigned grid[3], block[3], shared, order;  // order: 0 ascending, 1 descending, else a seed
     void** arguments;
     const size_t* sizes;

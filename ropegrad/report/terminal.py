@@ -1,0 +1,24 @@
+"""What `ropegrad report` says on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ropegrad.records import command
+from ropegrad.report.write import write_report
+
+
+def report(console: Console, files: Sequence[Path], folder: Path, protocol: str | None) -> int:
+    """Exit status 0, or 2 where the files cannot be read or the folder not be written."""
+    try:
+        with console.status("drawing"):
+            written = write_report(files, folder, command(), protocol=protocol)
+    except (OSError, ValueError) as error:
+        console.print(f"ropegrad report: {error}", style="bold red", highlight=False, markup=False)
+        return 2
+    for path in written:
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+    return 0

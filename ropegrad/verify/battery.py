@@ -1,0 +1,133 @@
+"""The problems that `ropegrad verify TARGET` puts to a target: simple ones first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ropegrad.spec import QKV_WEIGHTS, ROPE_NEEDS, QkvSpec, RopeSpec
+from ropegrad.suites import SUITES
+from ropegrad.verify.cases import qkv_recipes, rope_recipes
+from ropegrad.verify.conformance import DRAWS, seed
+from ropegrad.verify.domain import Domain, fitted
+from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.target import Contract
+
+_BASE = RopeSpec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8, table_batch=2)
+
+
+def battery(contract: Contract, domain: Domain) -> list[Recipe]:
+    """The problems inside the domain, by size, under the contract."""
+    recipes = rope_recipes() if contract.op == "rope" else qkv_recipes()
+    recipes = [recipe for recipe in recipes if _is_plain(recipe)] + (_ROPE if contract.op == "rope" else _QKV)
+    chosen: dict[Recipe, Recipe] = {}
+    for turn, recipe in enumerate(recipes):
+        moved = fitted(recipe, contract, domain, turn)
+        if domain.outside(moved) is None:
+            chosen.setdefault(replace(moved, name="", seed=0), moved)
+    return sorted(chosen.values(), key=size)
+
+
+def beyond(contract: Contract, domain: Domain) -> list[Recipe]:
+    """Problems outside the domain, contiguous or not: a target should decline them or get them right."""
+    recipes = battery(contract, Domain(rotary="any"))
+    return [recipe for recipe in recipes if domain.outside(recipe) is not None and size(recipe) < 1e5]
+
+
+def suite(name: str, contract: Contract, domain: Domain) -> list[Recipe]:
+    """The 16 cases of a suite, both draws of its inputs in turn, those inside the domain."""
+    found = []
+    first, second = DRAWS[name].values()
+    for case, spec in SUITES[name]().items():
+        recipe = Recipe(spec, seed(case, "suite"), *first, name=case, then=second)
+        moved = fitted(recipe, contract, replace(domain, head_dim=(), gqa=(), max_tokens=None))
+        if domain.outside(moved) is None:
+            found.append(moved)
+    return sorted(found, key=size)
+
+
+def property_recipes(contract: Contract, domain: Domain) -> list[Recipe]:
+    """Problems with small whole numbers on which properties are checked."""
+    tables = ("normal", "scaled")
+    names = [f"properties, {kind} tables" for kind in tables]
+    make = _rope if contract.op == "rope" else partial(_qkv, hidden_size=6)
+    recipes = [make(name, values="coded", tables=kind) for name, kind in zip(names, tables, strict=True)]
+    if domain.rotary == "any":
+        recipes += [make("properties, partial width", values="coded", rotary_dim=4)]
+    moved = [fitted(recipe, contract, domain) for recipe in recipes]
+    return [recipe for recipe in moved if domain.outside(recipe) is None]
+
+
+def size(recipe: Recipe) -> float:
+    """Elements of the inputs, and a little for every way in which it is not plain."""
+    rope = recipe.rope
+    heads = (rope.heads or 0) + (rope.kv_heads or 0)
+    elements = math.prod((rope.batch, rope.seq, heads, rope.head_dim))
+    if isinstance(recipe.spec, QkvSpec):
+        elements += heads * rope.head_dim * (recipe.spec.hidden_size or 0)
+    odd = (recipe.values != "normal") + (recipe.memory != "contiguous") + (recipe.tables != "normal")
+    odd += recipe.memory in ("mixed", "movable")
+    return elements * (1 + 0.25 * odd) + odd
+
+
+def _is_plain(recipe: Recipe) -> bool:
+    """Whether only sizes and data make the recipe what it is: the contract has the options."""
+    rope, spec = recipe.rope, recipe.spec
+    needs = ROPE_NEEDS if isinstance(spec, RopeSpec) else QKV_WEIGHTS
+    options = (rope.layout, rope.pairing, rope.table, rope.adjoint, rope.dtype, rope.table_dtype)
+    return (
+        options == ("bhsd", "half", "full", "exact", "float32", "float32")
+        and spec.needs == needs
+        and not spec.accumulate
+        and None not in (rope.heads, rope.kv_heads)
+        and rope.table_batch == rope.batch
+    )
+
+
+def _rope(name: str, *, values: str = "normal", tables: str = "normal", memory: str = "contiguous",
+          **sizes: int) -> Recipe:  # fmt: skip
+    if "head_dim" in sizes:
+        sizes.setdefault("rotary_dim", sizes["head_dim"])
+    if "batch" in sizes:
+        sizes.setdefault("table_batch", sizes["batch"])
+    return Recipe(replace(_BASE, **sizes), len(name), values, tables, memory, name)  # type: ignore[arg-type]
+
+
+def _qkv(name: str, hidden_size: int, *, values: str = "normal", tables: str = "normal",
+         memory: str = "contiguous", **sizes: int) -> Recipe:  # fmt: skip
+    recipe = _rope(name, values=values, tables=tables, memory=memory, **sizes)
+    return replace(recipe, spec=QkvSpec(rope=replace(recipe.rope, needs=()), hidden_size=hidden_size))
+
+
+_ONE: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1}
+_ROPE = [
+    _rope("the smallest", **_ONE, seq=1, head_dim=2),
+    _rope("one token of two pairs", **_ONE, seq=1, head_dim=4),
+    _rope("two columns of a pair alike", tables="equal"),
+    _rope("two columns of a pair alike, one head", **_ONE, tables="equal"),
+    _rope("position 0 alone: nothing turns", **_ONE, seq=1, head_dim=4, values="coded", tables="llama3"),
+    _rope("whole numbers that tell their index", values="coded"),
+    _rope("real tables, whole numbers", values="coded", tables="llama3"),
+    *[_rope(f"{n} tokens", seq=n, batch=1) for n in (2, 13, 16, 17, 31, 33, 64, 65, 127, 129)],
+    *[_rope(f"GQA ratio {n}", heads=2 * n) for n in (1, 3, 4, 8)],
+    _rope("33 heads, 11 of k", heads=33, kv_heads=11),
+    _rope("scaled tables, far positions", tables="far", values="scales"),
+    _rope("mixed memory, unlike for q and k", memory="mixed", values="coded", tables="llama3"),
+    _rope("mixed memory, wide heads", memory="mixed", head_dim=64, seq=17),
+    _rope("sums of 256 products: the precision gate", batch=1, heads=224, kv_heads=32, seq=64, head_dim=64),
+]  # fmt: skip
+_QKV = [
+    _qkv("the smallest", 1, **_ONE, seq=1, head_dim=2),
+    _qkv("two columns of a pair alike", 8, tables="equal"),
+    _qkv("whole numbers that tell their index", 8, values="coded"),
+    _qkv("real tables", 16, values="coded", tables="base10000"),
+    *[_qkv(f"{n} tokens", 12, seq=n, batch=1) for n in (2, 13, 16, 17, 33, 65)],
+    *[_qkv(f"GQA ratio {n}", 12, heads=2 * n) for n in (1, 3, 4, 8)],
+    _qkv("sparse probe, longer", 32, values="sparse", seq=33, head_dim=32),
+    _qkv("one token: sums of one product", 24, values="sparse", **_ONE, seq=1, head_dim=16),
+    _qkv("scaled tables", 8, tables="scaled"),
+    _qkv("mixed memory", 24, memory="mixed", values="coded"),
+    _qkv("sums of 256 products: the precision gate", 64, heads=4, kv_heads=2, seq=128, head_dim=32),
+]  # fmt: skip

@@ -1,0 +1,252 @@
+"""Calling a function under test, in whatever process: arrays out of the arena, results as plain bytes."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ropegrad.arrays import Array, numpy_dtype, overlap
+from ropegrad.verify.arena import Bytes, Plan, Slot, view
+from ropegrad.verify.case import NumpyArray
+from ropegrad.verify.runners import to_namespace, to_numpy
+from ropegrad.verify.target import Contract
+
+FORWARD_VALUES = {"rope": ("q_embed", "k_embed"), "qkv": ("query", "key", "value")}
+UPSTREAM = {"rope": ("grad_q_embed", "grad_k_embed"), "qkv": ("grad_query", "grad_key", "grad_value")}
+
+
+@dataclass
+class Answer:
+    """What a call gave: its status, the arrays by name, and what was seen of them where they were made.
+
+    status    returned, raised, declined (NotImplementedError), hung, crashed
+    outputs   None where the function gave None; absent where it gave nothing usable
+    notes     (rule, array, sentence) of faults that only the calling process can see
+    """
+
+    status: str
+    message: str = ""
+    outputs: dict[str, NumpyArray | None] = field(default_factory=dict)
+    notes: list[tuple[str, str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+Function = Callable[..., Any]
+
+
+class Caller:
+    """Calls one function; remembers the last results, which a later call must leave alone."""
+
+    def __init__(self, function: Function, contract: Contract) -> None:
+        self.function, self.contract = function, contract
+        self.kept: list[tuple[str, Array, int]] = []
+
+    def __call__(self, memory: Bytes, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
+        """Call with the arena's arrays: `order` names the arguments, `names` the outputs.
+
+        Writes what the function wrote on a device back into `memory`. Raises nothing that the function does.
+        """
+        place = _Place(self.contract, memory)
+        inputs = {slot.name: place(slot) for slot in layout.inputs}
+        outputs = [place(slot) for slot in layout.outputs]
+        start = time.perf_counter()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = self._results(inputs, outputs, names, order)
+                place.finish()
+        except NotImplementedError as error:
+            return Answer("declined", str(error))
+        except BaseException as error:
+            return Answer("raised", _where(error))
+        answer = Answer("returned", seconds=time.perf_counter() - start)
+        self._look(found, inputs, outputs, answer, place)
+        return answer
+
+    def _results(
+        self, inputs: dict[str, Array], outputs: list[Array], names: tuple[str, ...], order: list[str]
+    ) -> dict[str, Any] | str:
+        """Results by name, or a sentence why they cannot be told apart."""
+        if self.contract.of == "forward":
+            return _DIFFERENTIATE[self.contract.arrays](self.function, self.contract, inputs, names, order)
+        result = self.function(*[inputs.get(name) for name in order], *outputs)
+        return dict(zip(names, outputs, strict=True)) if self.contract.dps else named(result, names)
+
+    def _look(
+        self, found: dict[str, Any] | str, inputs: dict[str, Array], given: list[Array], answer: Answer,
+        place: _Place,
+    ) -> None:  # fmt: skip
+        if isinstance(found, str):
+            answer.notes.append(("wrong shape, dtype or device", "", found))
+            return
+        arrays: dict[str, Array] = {}
+        for name, array in found.items():
+            reason = None if array is None else place.strange(array)
+            if reason is not None:
+                answer.notes.append(("wrong shape, dtype or device", name, f"{name} {reason}"))
+                continue
+            answer.outputs[name] = None if array is None else np.ascontiguousarray(to_numpy(array))
+            if array is not None:
+                arrays[name] = array
+        if place.shares and not given:
+            _aliases(arrays, inputs, self.kept, answer)
+        for name, array, old in self.kept:
+            if _digest(array) != old:
+                text = f"{name} of the last call changed during this one: both are the same memory"
+                answer.notes.append(("stale output", name, text))
+        shared = {name for _, name, _ in answer.notes}  # with an input, say: that has been said
+        self.kept = []
+        if not given and self.contract.of == "backward":
+            self.kept = [(n, x, _digest(x)) for n, x in arrays.items() if n not in shared]
+
+
+def _digest(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+
+
+def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:
+    """A function's result by the outputs' names: a mapping, a tuple in their order, or one array."""
+    if isinstance(result, Mapping):
+        missing = [name for name in names if name not in result]
+        if len(missing) < len(names):
+            return {name: result.get(name) for name in names}
+        given = ", ".join(map(str, result)) or "nothing"
+        return f"the result is a mapping of {given}, not of {', '.join(names)}"
+    if not isinstance(result, (tuple, list)):
+        result = (result,)
+    if all(x is None for x in result):
+        return dict.fromkeys(names)
+    if len(result) < len(names) or any(x is not None for x in result[len(names) :]):
+        return f"the result has {len(result)} arrays, not {len(names)}: {', '.join(names)}"
+    return dict(zip(names, result, strict=False))
+
+
+def _where(error: BaseException) -> str:
+    """Type and text of an error, and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = text if len(text) < 400 else text[:400] + "…"
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else text
+
+
+def _aliases(
+    arrays: dict[str, Array], inputs: dict[str, Array], kept: list[tuple[str, Array, int]], answer: Answer
+) -> None:
+    """Notes for outputs that share memory with an input or with one another."""
+    seen: dict[str, Array] = {}
+    for name, array in arrays.items():
+        for kind, others in (("the input ", inputs), ("", seen)):
+            for other_name, other in others.items():
+                if overlap(array, other):
+                    text = f"{name} shares memory with {kind}{other_name}"
+                    answer.notes.append(("output aliases an input or another output", name, text))
+        seen[name] = array
+
+
+# ---- arrays of a namespace over the arena --------------------------------------------------------------
+
+
+class _Place:
+    """Arrays of the contract's namespace and device over one arena."""
+
+    def __init__(self, contract: Contract, memory: Bytes) -> None:
+        self.contract, self.memory = contract, memory
+        self.shares = contract.arrays != "jax"
+        self.device: Array | None = None
+        if contract.device == "cuda":
+            self.module = importlib.import_module(contract.arrays)
+            xp = self.module
+            self.device = xp.asarray(memory) if contract.arrays == "cupy" else xp.from_numpy(memory).cuda()
+
+    def __call__(self, slot: Slot) -> Array:
+        """The array of one slot."""
+        if self.device is None:
+            array = view(self.memory, slot)
+            if self.contract.arrays == "jax":
+                return to_namespace(array.copy(), "jax")
+            return to_namespace(array, self.contract.arrays)
+        if self.contract.arrays == "cupy":
+            memory = self.device.data + (slot.first if slot.span else 0)
+            return self.module.ndarray(slot.shape, numpy_dtype(slot.dtype), memory, slot.strides)
+        dtype = getattr(self.module, slot.dtype)
+        item = dtype.itemsize
+        steps = [step // item for step in slot.strides]
+        storage = self.device.untyped_storage()
+        empty = self.module.empty(0, dtype=dtype, device="cuda")
+        return empty.set_(storage, slot.first // item if slot.span else 0, slot.shape, steps)
+
+    def finish(self) -> None:
+        """Wait for the device, and bring back what was written there."""
+        if self.device is not None:
+            (self.module.cuda.Device() if self.contract.arrays == "cupy" else self.module.cuda).synchronize()
+            self.memory[...] = to_numpy(self.device)
+
+    def strange(self, array: Any) -> str | None:
+        """Why this is no array of the contract's namespace and device."""
+        kind = type(array)
+        home = kind.__module__.partition(".")[0]
+        expected = {"numpy": "numpy", "torch": "torch", "cupy": "cupy", "jax": "jax"}[self.contract.arrays]
+        if home not in (expected, "jaxlib") or not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            return f"is a {home}.{kind.__name__}, not an array of {expected}"
+        if expected == "torch" and array.device.type != self.contract.device:
+            return f"is on device {array.device}, its inputs are on {self.contract.device}"
+        return None
+
+
+# ---- differentiable forwards ---------------------------------------------------------------------------
+
+
+def _values(result: Any, op: str) -> dict[str, Any] | str:
+    return named(result, FORWARD_VALUES[op])
+
+
+def _with_torch(
+    function: Function, contract: Contract, inputs: dict[str, Array], names: tuple[str, ...], order: list[str]
+) -> dict[str, Any] | str:
+    """The forward's values, and what torch.autograd gives for the upstream gradients."""
+    torch = importlib.import_module("torch")
+    leaves = {name: inputs[name].detach() for name in order if name not in UPSTREAM[contract.op]}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(f"grad_{name}" in names)
+    values = _values(function(*leaves.values()), contract.op)
+    if isinstance(values, str):
+        return values
+    wanted = [name for name in names if name.removeprefix("grad_") in leaves]
+    pairs = [(value, inputs[up]) for value, up in zip(values.values(), UPSTREAM[contract.op], strict=True)]
+    pairs = [(value, up) for value, up in pairs if value is not None and value.requires_grad]
+    shapes = [f"{tuple(v.shape)} for {tuple(up.shape)}" for v, up in pairs if v.shape != up.shape]
+    if shapes:
+        return f"the forward's values have shape {', '.join(shapes)}"
+    grads: Any = [None] * len(wanted)
+    if pairs:
+        of = [leaves[name.removeprefix("grad_")] for name in wanted]
+        grads = torch.autograd.grad([v for v, _ in pairs], of,
+                                    [up.to(v.dtype) for v, up in pairs], allow_unused=True)  # fmt: skip
+    return dict(zip(wanted, grads, strict=True)) | values
+
+
+def _with_jax(
+    function: Function, contract: Contract, inputs: dict[str, Array], names: tuple[str, ...], order: list[str]
+) -> dict[str, Any] | str:
+    """The forward's values, and what jax.vjp gives for the upstream gradients."""
+    jax = importlib.import_module("jax")
+    leaves = {name: inputs[name] for name in order if name not in UPSTREAM[contract.op]}
+    result, pull = jax.vjp(function, *leaves.values())
+    values = _values(result, contract.op)
+    if isinstance(values, str):
+        return values
+    upstream = [inputs[name] for name in UPSTREAM[contract.op]]
+    _, tree = jax.tree_util.tree_flatten(result)
+    grads = dict(zip(leaves, pull(jax.tree_util.tree_unflatten(tree, upstream)), strict=True))
+    return {name: grads[name.removeprefix("grad_")] for name in names if name.startswith("grad_")} | values
+
+
+_DIFFERENTIATE = {"torch": _with_torch, "jax": _with_jax}

@@ -1,0 +1,272 @@
+"""All trials of a target put together: which rules it broke and where, and what its contract is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from ropegrad.spec import RopeSpec
+from ropegrad.verify.battery import size
+from ropegrad.verify.case import Case, NumpyArray
+from ropegrad.verify.diagnosis import diagnose, is_small
+from ropegrad.verify.domain import EQUAL, Domain, excuses, is_empty
+from ropegrad.verify.properties import property_faults
+from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.ruling import FLUSHES, LOW, ROUNDS, RULES, WRONG, Fault
+from ropegrad.verify.target import Contract
+from ropegrad.verify.trial import NOT_REPEATABLE, Runner, Trial, attempt
+
+HANGS, CRASHES = 2, 10  # as many are enough to know
+LOUD = ("raised", "crashed", "hung")
+
+
+@dataclass
+class Broken:
+    """A rule that was broken: in how many cases, the smallest of them, and what would excuse it."""
+
+    rule: str
+    cases: int
+    recipe: Recipe
+    faults: list[Fault]
+    excuses: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Examination:
+    """What is known of a target after all trials.
+
+    outside    statuses of problems outside its domain: right, wrong, declined
+    not_run    problems that were left out after too many hangs or crashes
+    problems   how many were put to it; all_calls: how often it was called; declined: how many it declined
+    """
+
+    contract: Contract
+    domain: Domain
+    trials: list[Trial] = field(default_factory=list)
+    outside: list[Trial] = field(default_factory=list)
+    not_run: int = 0
+    problems: int = 0
+    all_calls: int = 0
+    declined: int = 0
+    broken: list[Broken] = field(default_factory=list)
+
+    @property
+    def allowance(self) -> tuple[str, ...]:
+        """What its arithmetic does and may do, as seen where it was right."""
+        facts = set().union(*(trial.contract for trial in self.trials if trial.status == "right"))
+        return tuple(word for word in (FLUSHES, ROUNDS) if word in facts)
+
+    @property
+    def status(self) -> int:
+        """0 right, 1 wrong, 2 could not be judged: it declined everything."""
+        judged = [trial for trial in self.trials if trial.status != "declined"]
+        if not judged:
+            return 2
+        return 1 if self.broken else 0
+
+
+Progress = Callable[[str], None]
+
+
+def examine(
+    runner: Runner,
+    recipes: Iterable[Recipe],
+    domain: Domain,
+    progress: Progress,
+    beyond: Iterable[Recipe] = (),
+    properties: Iterable[Recipe] = (),
+) -> Examination:
+    """Put the problems to a target; `progress` is told each that is about to start.
+
+    beyond: problems outside its domain; properties: problems on which properties are checked, without the
+    oracle, of a target that the oracle finds right.
+    """
+    seen = Examination(runner.contract, domain)
+    for recipe in recipes:
+        if _enough(seen.trials):
+            seen.not_run += 1
+            continue
+        progress(recipe.name or str(recipe))
+        seen.trials.append(attempt(runner, recipe))
+    if not _enough(seen.trials):
+        for recipe in beyond:
+            progress(f"outside the domain: {recipe.name or recipe}")
+            seen.outside.append(attempt(runner, recipe, stop=True))
+            if _enough(seen.outside):
+                break
+    if not _enough(seen.trials) and not any(trial.faults for trial in seen.trials):
+        for recipe in properties:
+            progress(recipe.name)
+            faults, calls = property_faults(runner, recipe, seen.allowance)
+            trial = Trial(recipe, "wrong" if faults else "right", faults, calls=calls)
+            seen.trials.append(trial)
+    everything = (*seen.trials, *seen.outside)
+    seen.problems, seen.all_calls = len(seen.trials), sum(trial.calls for trial in everything)
+    seen.declined = sum(trial.status == "declined" for trial in seen.trials)
+    seen.broken = broken_rules(seen)
+    return seen
+
+
+def _enough(trials: list[Trial]) -> bool:
+    rules = [fault.rule for trial in trials for fault in trial.faults]
+    return rules.count("hung") >= HANGS or rules.count("crashed") >= CRASHES
+
+
+def broken_rules(seen: Examination) -> list[Broken]:
+    """The rules that were broken, each with its smallest case, diagnosed."""
+    wrong = [trial for trial in seen.trials if trial.faults]
+    _settle(wrong)
+    passed = [trial.recipe for trial in seen.trials if not trial.faults]
+    excused = excuses(seen.domain, [trial.recipe for trial in wrong], passed)
+    shadows = _shadows(wrong)
+    found = []
+    for rule in RULES:
+        trials = [trial for trial in wrong if any(_told(fault, rule, shadows) for fault in trial.faults)]
+        if not trials or (rule == "declined" and len(trials) == len(seen.trials)):
+            continue
+        trials.sort(key=lambda trial: size(trial.recipe))
+        faults = {f.array: f for t in reversed(trials) for f in t.faults if _told(f, rule, shadows)}
+        smallest = [f for f in faults.values() if any(f is other for other in trials[0].faults)]
+        named = [replace(fault, names=_names(trials, fault)) for fault in smallest or faults.values()]
+        found.append(Broken(rule, len(trials), trials[0].recipe, named, excused))
+    return found
+
+
+def _settle(trials: list[Trial]) -> None:
+    """One rule for an output whose values are off: few elements of a small problem do not tell which."""
+    faults: dict[str, list[Fault]] = {}
+    for trial in trials:
+        for fault in trial.faults:
+            if fault.rule in (WRONG, LOW) and fault.share[1]:
+                faults.setdefault(fault.array, []).append(fault)
+    rules = {}
+    for array, alike in faults.items():
+        wrong, size_ = (sum(fault.share[i] for fault in alike) for i in (0, 1))
+        rounding = 4 * sum(bool(fault.low) for fault in alike) >= 3 * len(alike) and 4 * wrong >= size_
+        rules[array] = LOW if rounding else WRONG
+    for trial in trials:
+        trial.faults = [
+            replace(f, rule=rules[f.array]) if f.rule in (WRONG, LOW) and f.array in rules else f
+            for f in trial.faults
+        ]
+
+
+# Rules about values. A wrong formula breaks several: a NaN where data overflow is then no fault of its own.
+VALUES = ("wrong value", "below the promised precision", "missing gradient", "unjustified NaN or Inf",
+          "hidden NaN or Inf", "depends on strides or alignment", "output not (fully) written")  # fmt: skip
+EXPLAINED = {"missing gradient": (WRONG,), WRONG: ("stale output",)}  # rules by what they may look like
+SHADOW = 4  # a rule that an output breaks so many times less often than another one is that one's shadow
+
+
+def _shadows(trials: list[Trial]) -> set[tuple[str, str]]:
+    """(rule, array) of values that another rule explains."""
+    counts: dict[str, Counter[str]] = {}
+    for trial in trials:
+        for fault in trial.faults:
+            if fault.rule in VALUES or fault.rule == "stale output":
+                counts.setdefault(fault.array, Counter())[fault.rule] += 1
+    return {
+        (rule, array)
+        for array, rules in counts.items()
+        for rule, count in rules.items()
+        if count * SHADOW < max(rules.values()) or any(rules[other] for other in EXPLAINED.get(rule, ()))
+    }
+
+
+def _told(fault: Fault, rule: str, shadows: set[tuple[str, str]]) -> bool:
+    return fault.rule == rule and (rule, fault.array) not in shadows
+
+
+# Rules that say what is wrong by themselves, but not where.
+PLACED = ("output not (fully) written", "depends on strides or alignment", "stale output")
+
+
+def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
+    """The diagnosis that fits all of a few problems with this fault, rich ones among them."""
+    alike = [
+        trial for trial in trials
+        if any((f.rule, f.array) == (fault.rule, fault.array) for f in trial.faults)
+        and fault.array in trial.got and trial.recipe.values in ("normal", "coded")
+        and is_small(trial.got[fault.array][0])
+    ]  # fmt: skip
+    rich = sorted(alike, key=lambda trial: (trial.recipe.rope.kv_heads or 0, trial.recipe.rope.seq))
+    chosen = {id(trial): trial for trial in (*alike[:1], *alike[len(alike) // 2 :][:2], *rich[-2:])}
+    array, spec = fault.array, trials[0].recipe.spec
+    formulas = fault.rule == WRONG or (fault.rule == LOW and isinstance(spec, RopeSpec))
+    if not formulas and fault.rule not in PLACED:
+        return ()
+    return tuple(diagnose((_evidence(trial, array) for trial in chosen.values()), formulas=formulas))
+
+
+def _evidence(trial: Trial, array: str) -> tuple[Case, str, NumpyArray]:
+    case, got = trial.got[array]
+    return case, array, got
+
+
+def contract_lines(seen: Examination) -> list[tuple[str, str]]:
+    """What is legal but worth knowing, as (what, what was seen)."""
+    right = [trial for trial in seen.trials if trial.status == "right"]
+    if not right:
+        return []
+    facts = set().union(*(trial.contract for trial in right))
+    unequal = [t for t in seen.trials if t.recipe.tables not in EQUAL and t.recipe.rope.table == "full"]
+    lines = [
+        ("repeatable", "no: bits differ between equal calls" if NOT_REPEATABLE in facts else "bit for bit"),
+        ("gradients of tables", _tables_given(seen)),
+        ("columns of tables", _columns(seen, unequal)),
+        ("subnormal numbers", _subnormals(right, facts)),
+        ("rounding", "at every step" if ROUNDS in facts else "once, at the end, as far as can be seen"),
+        ("effective bits", _bits(right)),
+        ("empty arrays", _empty(seen)),
+    ]
+    if seen.outside:
+        counts = {s: sum(t.status == s for t in seen.outside) for s in ("right", "declined")}
+        loud = sum(t.status == "wrong" and t.faults[-1].rule in LOUD for t in seen.outside)
+        silent = len(seen.outside) - counts["right"] - counts["declined"] - loud
+        text = (
+            f"{counts['right']} right, {counts['declined']} declined, {loud} raised, {silent} silently wrong"
+        )
+        lines.append(("outside its domain", f"{len(seen.outside)} cases: {text}"))
+    return [(what, text) for what, text in lines if text]
+
+
+def _tables_given(seen: Examination) -> str:
+    if seen.contract.op == "qkv":
+        return ""
+    return "yes" if {"cos", "sin"} & set(seen.contract.wanted) else "not asked for"
+
+
+def _columns(seen: Examination, unequal: list[Trial]) -> str:
+    if seen.contract.table == "half":
+        return "half tables, one column a pair"
+    if not unequal:
+        return "not known: the domain has equal columns in a pair only"
+    right = sum(trial.status == "right" for trial in unequal)
+    if right == len(unequal):
+        return "both of a pair are read"
+    return f"{len(unequal) - right} of {len(unequal)} cases with unequal columns in a pair go wrong"
+
+
+def _subnormals(right: list[Trial], facts: set[str]) -> str:
+    if FLUSHES in facts:
+        return "flushed to zero"
+    return "kept" if any(trial.recipe.values == "subnormal" for trial in right) else ""
+
+
+def _bits(right: list[Trial]) -> str:
+    least: dict[str, float] = {}
+    for trial in right:
+        for name, bits in trial.bits.items():
+            if math.isfinite(bits):
+                least[name] = min(bits, least.get(name, math.inf))
+    return ", ".join(f"{name.removeprefix('grad_')} {bits:.1f}" for name, bits in least.items())
+
+
+def _empty(seen: Examination) -> str:
+    trials = [trial for trial in seen.trials if is_empty(trial.recipe)]
+    if not trials:
+        return "not asked for"
+    right = sum(trial.status == "right" for trial in trials)
+    return "accepted" if right == len(trials) else f"{right} of {len(trials)} accepted"

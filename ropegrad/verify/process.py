@@ -1,0 +1,213 @@
+"""A target in a process of its own, with a clock and a memory limit: whatever it does becomes an answer.
+
+The inputs travel in shared memory; this side keeps copies, the exact results and the clock to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ropegrad.arrays import numpy_dtype
+from ropegrad.verify.arena import Bytes, Plan
+from ropegrad.verify.calling import Answer
+from ropegrad.verify.target import Contract, NoTarget
+
+FIRST = 5  # times as long for importing a target and for its first call, which may compile
+
+
+class Process:
+    """One target in a child process, which is started again after a crash or a hang.
+
+    timeout: seconds a call may take. memory: bytes it may take beyond its imports.
+    Raises NoTarget where the target cannot be loaded.
+    """
+
+    def __init__(
+        self, target: str, contract: Contract, *, timeout: float = 30.0, memory: int = 8 << 30,
+        folder: str = ".",
+    ) -> None:  # fmt: skip
+        self.target, self.contract, self.folder = target, contract, os.path.abspath(folder)
+        self.timeout, self.limit = timeout, memory
+        self.file, self.size = _shared_file(), 0
+        self.memory: Bytes = np.zeros(0, np.uint8)
+        self.child: subprocess.Popen[bytes] | None = None
+        self.restarts = 0
+        self.fresh = True
+        self._start()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child and all that it started, and give the shared memory back."""
+        self._stop()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def _stop(self) -> None:
+        if self.child is not None:
+            _kill(self.child)
+            self.errors.close()
+            self.child = None
+
+    def arena(self, nbytes: int) -> Bytes:
+        """The memory that the target will see, at least as long as asked for."""
+        if nbytes > self.size:
+            self.size = max(nbytes, 2 * self.size, 1 << 20)
+            os.ftruncate(self.file, self.size)
+            self.memory = np.frombuffer(mmap.mmap(self.file, self.size), np.uint8)
+        return self.memory[:nbytes]
+
+    def call(self, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
+        """Let the target work on what is in the arena."""
+        if self.child is None:
+            self._start()
+            self.restarts += 1
+        slots = [[list(slot) for slot in part] for part in (layout.inputs, layout.outputs)]
+        request = {
+            "slots": slots, "nbytes": layout.nbytes, "names": names, "order": order, "size": self.size,
+        }  # fmt: skip
+        limit = self.timeout * (FIRST if self.fresh else 1)
+        self.fresh = False
+        return self._ask(request, limit)
+
+    def _start(self) -> None:
+        self.fresh = True
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  closed when replaced
+        environment = os.environ | {"MALLOC_PERTURB_": "128"}  # glibc: memory not written reads as 3.4e38
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "ropegrad.verify.child", str(self.file)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, pass_fds=[self.file],
+            env=environment | {"PYTHONPATH": import_path()}, start_new_session=True,
+        )  # fmt: skip
+        request = {
+            "target": self.target, "contract": asdict(self.contract), "folder": self.folder,
+            "memory": self.limit,
+        }  # fmt: skip
+        answer = self._ask(request, max(60.0, FIRST * self.timeout))
+        if answer.status != "returned":
+            self.close()
+            raise NoTarget(answer.message)
+
+    def _ask(self, request: dict[str, Any], limit: float) -> Answer:
+        child = self.child
+        assert child is not None
+        assert child.stdin is not None
+        start = time.monotonic()
+        deadline = start + limit
+        try:
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+            (length,) = struct.unpack("<Q", self._read(8, deadline).data)
+            header = json.loads(self._read(length, deadline).tobytes())
+            outputs = header.pop("outputs")
+            for name, facts in outputs.items():
+                if facts is not None:
+                    dtype, shape, nbytes = facts
+                    outputs[name] = self._read(nbytes, deadline).view(_dtype(dtype)).reshape(shape)
+            header["notes"] = [(rule, array, text) for rule, array, text in header["notes"]]
+            return Answer(**header, outputs=outputs)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.kill(child.pid, signal.SIGABRT)  # makes faulthandler say where it is
+                child.wait(1)
+            message = f"no answer within {limit:g} s{self._last_line()}"
+            self._stop()
+            return Answer("hung", message)
+        except (EOFError, OSError):
+            return Answer("crashed", self._post_mortem())
+
+    def _read(self, length: int, deadline: float) -> Bytes:
+        assert self.child is not None
+        assert self.child.stdout is not None
+        stream = self.child.stdout.fileno()
+        data = bytearray(length)
+        at = memoryview(data)
+        while at:
+            ready, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError
+            count = os.readv(stream, [at])
+            if not count:
+                raise EOFError
+            at = at[count:]
+        return np.frombuffer(data, np.uint8)
+
+    def _post_mortem(self) -> str:
+        """How the child ended, and where it was."""
+        child = self.child
+        assert child is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(5)
+        code = child.returncode
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        else:
+            how = f"the process ended with status {code}"
+        how += self._last_line()
+        self._stop()
+        return how
+
+    def _last_line(self) -> str:
+        self.errors.seek(0)
+        text = self.errors.read().decode(errors="replace")
+        frames: list[tuple[str, str, str]] = re.findall(r'  File "([^"]+)", line (\d+) in (\S+)', text)
+        ours = os.path.join("ropegrad", "verify", "")
+        for file, line, function in frames:
+            if ours not in file:
+                return f" in {function} ({file}:{line})"
+        last = text.strip().rpartition("\n")[2]
+        return f": {last[:300]}" if last and not frames else ""
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        return numpy_dtype(name)
+    except KeyError:
+        return np.dtype(name)
+
+
+def _shared_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("ropegrad")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def import_path() -> str:
+    """Where this ropegrad is, so that the child has the same one."""
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

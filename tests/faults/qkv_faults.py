@@ -1,0 +1,126 @@
+"""Wrong backward functions of the Q, K, V projections followed by RoPE."""
+
+import ml_dtypes
+import numpy as np
+from kernels import qkv_backward
+from planting import planted
+from rope_faults import LOW, WRONG, name, swapped, tf32
+
+NAMES = ("gq", "gk", "gv", "x", "wq", "wk", "wv", "cos", "sin")
+
+
+def with_inputs(**changes):
+    """The right function of changed inputs."""
+
+    def backward(*arrays):
+        named = dict(zip(NAMES, arrays, strict=True))
+        with np.errstate(all="ignore"):
+            return qkv_backward(*(changes[n](named) if n in changes else x for n, x in named.items()))
+
+    return backward
+
+
+def without(array):
+    """The right gradients, and grad_hidden_states without the part of one upstream gradient."""
+
+    def backward(*arrays):
+        hidden = with_inputs(**{array: lambda named: np.zeros_like(named[array])})(*arrays)[0]
+        return hidden, *qkv_backward(*arrays)[1:]
+
+    return backward
+
+
+def of_tables(change):
+    return with_inputs(
+        cos=lambda n: change(n["cos"], n["sin"])[0], sin=lambda n: change(n["cos"], n["sin"])[1]
+    )
+
+
+CHANGES = {
+    "query_dropped": (without("gq"), "leaves out the query's part"),
+    "key_dropped": (without("gk"), "leaves out the key's part"),
+    "value_dropped": (without("gv"), "leaves out the value's part"),
+    "rotation_forgotten": (of_tables(lambda c, s: (np.ones_like(c), np.zeros_like(s))), "is not rotated"),
+    "qkv_wrong_way": (of_tables(lambda c, s: (c, -s)), "the sine's sign is flipped"),
+    "qkv_own_sine": (of_tables(lambda c, s: (c, swapped(s))), "its own sine"),
+    "qkv_cosine_for_sine": (of_tables(lambda c, s: (s, c)), "cosine and sine exchanged"),
+    "weights_exchanged": (
+        with_inputs(wk=lambda n: n["wv"], wv=lambda n: n["wk"]), "key and value exchanged"
+    ),
+    "first_batch_only": (
+        with_inputs(x=lambda n: n["x"] * (np.arange(len(n["x"])) < 1)[:, None, None].astype("f4")), "",
+    ),
+}  # fmt: skip
+for title, (function, words) in CHANGES.items():
+    planted(WRONG, *filter(None, [words]), op="qkv")(name(title, function))
+
+
+@planted(WRONG, "is grad_v_weight", "is grad_k_weight", op="qkv")
+def weight_gradients_exchanged(*arrays):
+    hidden, q, k, v = qkv_backward(*arrays)
+    return hidden, q, v, k
+
+
+@planted(WRONG, op="qkv")
+def heads_not_moved(gq, gk, gv, x, *rest):
+    """Reshapes [B, H, S, D] to rows without moving the heads behind the tokens."""
+
+    def moved(g):
+        batch, count, seq, dim = g.shape
+        return g.reshape(batch, seq, count, dim).transpose(0, 2, 1, 3)
+
+    return qkv_backward(gq, gk, moved(gv), x, *rest)
+
+
+@planted(WRONG, "the last token only", op="qkv", needs=("hidden_states",))
+def last_token_not_projected(*arrays):
+    hidden = qkv_backward(*arrays)[0]
+    hidden[:, -1:] = 0
+    return hidden
+
+
+def bf16(x):
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def truncated(x):
+    """Cut, not rounded, to TF32."""
+    return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def operands(change):
+    """All operands of the products rounded; the rotation itself in float32."""
+
+    def product(a, b):
+        return change(np.ascontiguousarray(a)) @ change(np.ascontiguousarray(b))
+
+    def backward(*arrays):
+        from kernels import rotate_half_back
+
+        gq, gk, gv, x, wq, wk, wv, cos, sin = arrays
+        with np.errstate(all="ignore"):
+            parts = [g * cos[:, None] + rotate_half_back(g * sin[:, None]) for g in (gq, gk)] + [gv]
+            rows = [p.transpose(0, 2, 1, 3).reshape(-1, p.shape[1] * p.shape[3]) for p in parts]
+            flat = x.reshape(-1, x.shape[-1])
+            hidden = sum(product(r, w) for r, w in zip(rows, (wq, wk, wv), strict=True))
+            return hidden.reshape(x.shape), *(product(r.T, flat) for r in rows)
+
+    return backward
+
+
+planted(LOW, op="qkv")(name("tf32_products", operands(tf32)))
+planted(LOW, op="qkv")(name("bfloat16_products", operands(bf16)))
+planted(LOW, op="qkv", precision="high")(name("truncated_tf32_under_high", operands(truncated)))
+planted(LOW, op="qkv", precision="high")(name("bfloat16_under_high", operands(bf16)))
+
+
+@planted("missing gradient", op="qkv")
+def no_weight_gradients(*arrays):
+    return qkv_backward(*arrays)[0], None, None, None
+
+
+@planted("input mutated", op="qkv")
+def upstream_rotated_in_place(*arrays):
+    results = qkv_backward(*arrays)
+    arrays[1][...] *= -1
+    return results

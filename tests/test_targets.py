@@ -1,0 +1,320 @@
+"""Judging somebody else's function: the command, the process it runs in, what is said of it."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+import kernels
+import pytest
+from hypothesis import given, settings
+from test_cli import run
+
+from ropegrad.verify import Domain, assert_gradients, check, repro
+from ropegrad.verify.battery import suite
+from ropegrad.verify.campaign import Jobs
+from ropegrad.verify.process import Process
+from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.ruling import RULES
+from ropegrad.verify.runners import run_backend
+from ropegrad.verify.strategies import problems
+from ropegrad.verify.target import Contract, NoTarget
+from ropegrad.verify.trial import Here, attempt
+
+FILE = Path(kernels.__file__)
+CONTRACT = Contract()
+SPEC = CONTRACT.spec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8)
+
+
+def verify(name, *options, monkeypatch, capsys):
+    """Exit status of `ropegrad verify`, and what it printed, without line breaks."""
+    status = run("verify", f"{FILE}:{name}", *options, monkeypatch=monkeypatch)
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rope_backward", ()),
+        ("rope_backward_into", ("--dps",)),
+        ("by_name", ("--strides", "contiguous")),
+        ("qkv_backward", ("--op", "qkv")),
+    ],
+)
+def test_right_functions_are_right(name, options, monkeypatch, capsys):
+    status, printed = verify(name, *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+    assert "RIGHT" in printed
+    assert "NO " not in printed
+    assert "subnormal numbers kept" in printed
+
+
+def test_a_wrong_function_is_named_with_its_fault_and_its_excuse(monkeypatch, capsys):
+    status, printed = verify("own_sine", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1
+    assert "NO wrong value in" in printed
+    assert "grad_q, grad_k: uses its own sine instead of its partner's" in printed
+    assert "no fault if the domain is stated as --tables equal-halves" in printed
+    assert "WRONG, 1 rule broken" in printed
+    status, printed = verify("own_sine", "--tables", "equal-halves", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "reason"),
+    [
+        (f"{FILE}:nothing", (), "has no 'nothing'; it has"),
+        (f"{FILE}", (), "is no target"),
+        ("no_such_file.py:f", (), "there is no file no_such_file.py"),
+        ("no_such_module:f", (), "No module named"),
+        (f"{FILE}:declines", (), "it declines everything"),
+        (f"{FILE}:rope_backward", ("--of", "forward"), "only torch and jax differentiate"),
+        (f"{FILE}:rope_backward", ("--suite", "qkv"), "is not of --op rope"),
+        (f"{FILE}:rope_backward", ("--gqa", "many"), "write whole numbers"),
+        (f"{FILE}:rope_backward", ("--needs", "value"), "needs='value' is unknown"),
+    ],
+)
+def test_what_cannot_be_judged_has_status_2(target, options, reason, monkeypatch, capsys):
+    assert run("verify", target, *options, monkeypatch=monkeypatch) == 2
+    assert reason in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_module_is_found_beside_the_caller(monkeypatch, capsys):
+    monkeypatch.chdir(FILE.parent)
+    assert run("verify", "kernels:rope_backward", "--max-tokens", "5", monkeypatch=monkeypatch) == 0
+    assert "tokens up to 5" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("hangs", "hung", "in hangs ("),
+        ("segfaults", "crashed", "killed by SIGSEGV"),
+        ("leaves", "crashed", "the process ended with status 0"),
+        ("eats_memory", "raised", "MemoryError"),
+        ("raises", "raised", "ValueError: no such kernel"),
+    ],
+)
+def test_whatever_a_target_does_becomes_a_verdict(name, rule, words):
+    start = time.monotonic()
+    with Process(f"{FILE}:{name}", CONTRACT, timeout=0.2, memory=1 << 30) as process:
+        trial = attempt(process, Recipe(SPEC))
+    assert [fault.rule for fault in trial.faults] == [rule]
+    assert words in trial.faults[0].message
+    assert time.monotonic() - start < 20
+
+
+def test_the_process_is_started_again_after_a_crash():
+    with Process(f"{FILE}:segfaults", CONTRACT) as process:
+        for _ in range(2):
+            assert attempt(process, Recipe(SPEC)).faults[0].rule == "crashed"
+        assert process.restarts == 1
+
+
+def test_what_a_target_prints_is_no_answer():
+    with Process(f"{FILE}:prints", CONTRACT) as process:
+        assert attempt(process, Recipe(SPEC)).status == "right"
+
+
+def test_a_file_that_fails_to_import_says_how(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_package")
+    with pytest.raises(NoTarget, match="importing it raised ModuleNotFoundError"):
+        Process(f"{tmp_path / 'broken.py'}:f", CONTRACT)
+
+
+def test_both_ways_of_calling_see_the_same():
+    recipes = [Recipe(SPEC, 3, memory="mixed"), Recipe(SPEC, 4, tables="llama3")]
+    with Process(f"{FILE}:own_sine", CONTRACT) as process:
+        there = [attempt(process, recipe).faults for recipe in recipes]
+    here = [attempt(Here(kernels.own_sine, CONTRACT), recipe).faults for recipe in recipes]
+    assert repr(there) == repr(here)
+    assert there[0]
+    assert not there[1]
+
+
+# ---- fuzzing -------------------------------------------------------------------------------------------
+
+
+def fuzz(name, *options, monkeypatch, capsys):
+    status = run("fuzz", f"{FILE}:{name}", *options, monkeypatch=monkeypatch)
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+def test_fuzzing_finds_a_fault_and_makes_it_small(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, printed = fuzz("five_tokens_wrong", "--seed", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1
+    assert "NO wrong value" in printed
+    assert "the smallest: B=1 H=1/1 S=5 D=2, normal values, normal tables, contiguous memory" in printed
+    assert "is wrong in the last token only" in printed
+    status, printed = fuzz("five_tokens_wrong", "--examples", "1", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1, "the next run tries the known failure first"
+    assert "S=5 D=2" in printed
+
+
+def test_fuzzing_finds_nothing_in_a_right_function(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, printed = fuzz("rope_backward", "--examples", "60", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+    assert "RIGHT (60 problems, 180 calls" in printed
+    assert not list(tmp_path.rglob("*.py"))
+
+
+def test_a_campaign_in_several_processes(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    options = ("--jobs", "2", "--minutes", "0.03")
+    status, printed = fuzz("rope_backward", *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+    assert "earlier" not in printed
+    first = int(re.search(r"\((\d+) problems", printed)[1])
+    status, printed = fuzz("rope_backward", *options, monkeypatch=monkeypatch, capsys=capsys)
+    second = int(re.search(r"\((\d+) problems", printed)[1])
+    assert f"with 1 earlier runs: {first + second:,} problems" in printed
+    assert fuzz("rope_backward", "--jobs", "0", monkeypatch=monkeypatch, capsys=capsys)[0] == 2
+
+
+def test_a_job_s_failure_ends_the_campaign(tmp_path):
+    contract, domain = Contract(), Domain()
+    task = {"target": f"{FILE}:own_sine", "contract": asdict(contract), "domain": asdict(domain), "seed": 1,
+            "timeout": 5, "memory": 1 << 30, "folder": ".", "database": str(tmp_path), "examples": 50,
+            "seconds": None}  # fmt: skip
+    jobs = Jobs([task])
+    jobs.wait()
+    jobs.stop()
+    assert jobs.failure == Recipe(
+        contract.spec(batch=1, heads=1, kv_heads=1, seq=1, head_dim=2, rotary_dim=2)
+    )
+
+
+def test_a_campaign_that_is_interrupted_says_what_it_saw(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    calls = 0
+
+    def interrupted(*arguments, **words):
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return attempt(*arguments, **words)
+
+    monkeypatch.setattr("ropegrad.verify.fuzz.attempt", interrupted)
+    status, printed = fuzz("rope_backward", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2
+    assert "4 problems" in printed
+    assert "interrupted; start it again to go on" in printed
+    assert fuzz("rope_backward", "--examples", "3", monkeypatch=monkeypatch, capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("own_sine", (), "grad_q[0, 0, 0, 0] is"),
+        ("mutates", (), "cos was changed"),
+        ("negative_strides_wrong", (), "2 of 2 elements wrong"),
+        ("writes_too_far", ("--dps",), "memory beside grad_sin was written"),
+        ("stale", (), "call 2: grad_q"),
+    ],
+)
+def test_a_script_shows_the_fault_again(name, options, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "repro.py"
+    options = (*options, "--repro", str(script), "--seed", "3", "--examples", "300")
+    status, printed = fuzz(name, *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1, printed
+    again = subprocess.run(
+        [sys.executable, "-I", script], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert again.returncode == 1, again.stderr
+    assert words in again.stdout
+    fixed = script.read_text().replace(
+        f"kernels.py:{name}'", f"kernels.py:fixed_{bool(options[0] == '--dps')}'"
+    )
+    script.write_text(fixed)
+    again = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stdout
+    assert again.stdout == "right\n"
+
+
+def test_a_script_needs_no_ropegrad():
+    text = (Path(repro.__file__).parent / "repro_body.py").read_text()
+    assert "ropegrad" not in "".join(re.findall(r"^(?:from|import) .*$", text, re.MULTILINE))
+
+
+# ---- reports -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["verify", "fuzz"])
+def test_reports_for_machines(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = ("--json", "deep/report.json", "--junit", "report.xml", "--repro", "repro.py")
+    assert run(command, f"{FILE}:own_sine", "--max-tokens", "3", *files, monkeypatch=monkeypatch) == 1
+    report = json.loads(Path("deep/report.json").read_text())
+    assert report["verdict"] == "wrong"
+    assert report["contract"]["op"] == "rope"
+    assert report["domain"]["max_tokens"] == 3
+    fault = report["rules"]["wrong value"]["faults"][0]
+    assert fault["output"] == "grad_q"
+    assert set(fault["where"]) == {"batch", "head", "token", "channel"}
+    assert fault["error_over_bound"] > 1
+    assert fault["diagnosis"] == ["uses its own sine instead of its partner's"]
+    assert report["rules"]["input mutated"] is None
+    suite = ElementTree.parse("report.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == (str(len(RULES)), "1", "0")
+    assert suite.find("testcase[@name='wrong value']/failure").get("type") == "wrong value"
+    assert Path("repro.py").exists()
+    capsys.readouterr()
+    assert run(command, f"{FILE}:own_sine", "--json", str(tmp_path), monkeypatch=monkeypatch) == 2
+    assert "Is a directory" in capsys.readouterr().out
+
+
+# ---- in a test-suite -----------------------------------------------------------------------------------
+
+
+def test_assert_gradients_says_what_is_wrong():
+    assert_gradients(kernels.rope_backward, examples=30)
+    assert_gradients(f"{FILE}:qkv_backward", op="qkv")
+    assert_gradients(kernels.own_sine, domain=Domain(tables="equal-halves"))
+    assert_gradients(kernels.rope_backward_into, contract=Contract(dps=True))
+    with pytest.raises(AssertionError, match="grad_q: uses its own sine instead of its partner's"):
+        assert_gradients(kernels.own_sine)
+    with pytest.raises(AssertionError, match="declines every problem"):
+        assert_gradients(kernels.declines)
+
+
+@settings(max_examples=20)
+@given(case=problems(Contract(), Domain(gqa=(1, 4), rotary="any")))
+def test_the_strategies_serve_a_test_of_ones_own(case):
+    assert case.spec.heads // case.spec.kv_heads in (1, 4)
+    assert check(case, run_backend).passed
+
+
+# ---- large problems ------------------------------------------------------------------------------------
+
+
+def test_a_fault_in_a_large_problem_is_shown_at_its_token():
+    def late(*arrays):
+        results = kernels.rope_backward(*arrays)
+        results[0][:, 3, 1500, 7] += 1
+        return results
+
+    spec = CONTRACT.spec(batch=1, heads=8, kv_heads=2, seq=2000, head_dim=64, rotary_dim=64)
+    (fault,) = attempt(Here(late, CONTRACT), Recipe(spec)).faults
+    assert fault.axes == (("batch", 0), ("head", 3), ("token", 1500), ("channel", 7))
+    assert "at batch 0, head 3, token 1500, channel 7" in fault.message
+
+
+@pytest.mark.parametrize("op", ["rope", "qkv"])
+def test_the_suites_are_put_to_targets_with_both_draws_in_turn(op):
+    recipes = suite(op, Contract(op=op), Domain())
+    assert len(recipes) == 16
+    first, second = recipes[0].case(), recipes[0].case(other=1)
+    up = "grad_q_embed" if op == "rope" else "grad_query"
+    assert abs(first.inputs[up]).max() > 1 > 1e-4 > abs(second.inputs[up]).max()
+    function = kernels.rope_backward if op == "rope" else kernels.qkv_backward
+    trial = attempt(Here(function, Contract(op=op)), recipes[0])
+    assert trial.status == "right"
+    assert min(trial.bits.values()) > 20

@@ -1,0 +1,95 @@
+"""Differentiable forwards in PyTorch, as models have them, and autograd Functions, right and wrong."""
+
+import torch
+
+
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def rope(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation whose backward gives no gradient to the tables and uses each channel's own sine."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return x * cos + rotate_half(x) * sin
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return grad * cos - rotate_half(grad) * sin, None, None
+
+
+def own_sine(q, k, cos, sin):
+    return tuple(_Rotation.apply(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k))
+
+
+class _InPlace(torch.autograd.Function):
+    """A backward that writes into the incoming gradient."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return x * cos + rotate_half(x) * sin
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        turned = grad * cos - rotate_half(grad * sin)
+        return grad.copy_(turned), None, None
+
+
+def in_place(q, k, cos, sin):
+    return tuple(_InPlace.apply(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k))
+
+
+def detached(q, k, cos, sin):
+    with torch.no_grad():
+        return rope(q, k, cos, sin)
+
+
+def wrong_values(q, k, cos, sin):
+    """The gradients of its own forward are right, but that is no RoPE."""
+    return rope(q, k, cos, -sin)
+
+
+class Layer(torch.nn.Module):
+    """Projections and RoPE as a module; the weights are inputs."""
+
+    def forward(self, hidden_states, q_weight, k_weight, v_weight, cos, sin):
+        batch, seq, _ = hidden_states.shape
+        size = cos.shape[-1]
+
+        def heads(weight):
+            projected = torch.nn.functional.linear(hidden_states, weight)
+            return projected.view(batch, seq, weight.shape[0] // size, size).transpose(1, 2)
+
+        return *rope(heads(q_weight), heads(k_weight), cos, sin), heads(v_weight)
+
+
+def backward(grad_q_embed, grad_k_embed, q, k, cos, sin):
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def back(g):
+        return g * c - rotate_half(g * s)
+
+    grad_cos = (grad_q_embed * q).sum(1) + (grad_k_embed * k).sum(1)
+    grad_sin = (grad_q_embed * rotate_half(q)).sum(1) + (grad_k_embed * rotate_half(k)).sum(1)
+    return back(grad_q_embed), back(grad_k_embed), grad_cos, grad_sin
+
+
+def overwrites(grad_q_embed, *rest):
+    grads = backward(grad_q_embed, *rest)
+    grad_q_embed.zero_()
+    return grads
+
+
+def numpy_results(*arrays):
+    return [x.numpy() for x in backward(*arrays)]
