@@ -1,26 +1,32 @@
 """The tensor-core backend's promise, proved without a GPU: its kernels on the CPU, its products in NumPy."""
 
 import functools
+import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import shim
-from conftest import skip
+from conftest import need, skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ropegrad as rg
+from ropegrad.backends.cupy_tensor import CupyTensor
+from ropegrad.backends.qkv_instance import ENTRIES
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify.cases import qkv_edge_cases
 from ropegrad.verify.check import check
 from ropegrad.verify.draws import MEMORY, make_case
+from ropegrad.verify.runners import run_backend
 from ropegrad.verify.strategies import cases, qkv_specs
 
 if shim.why_not() is not None:
     skip(shim.why_not())
+need("cupy", "compile")
 
-from tensor_on_cpu import DTYPES, PLAIN, Launching, run, whole
-from wide_ranges import KINDS, ROPE, SPEC, wide_case
+from tensor_on_cpu import DTYPES, PLAIN, Launching, on_cpu, run, whole  # noqa: E402
+from wide_ranges import KINDS, ROPE, SPEC, wide_case  # noqa: E402
 
 ORDERS = st.integers(0, 2**16)
 PRECISIONS = ("high", "medium")
@@ -165,3 +171,65 @@ def test_no_chain_of_products_is_longer_than_a_tensor_core_may_add():
         batch=1, heads=1, kv_heads=1, seq=40_000, head_dim=2, rotary_dim=2, table_batch=1, needs=()
     )
     judge(make_case(QkvSpec(rope=rope, hidden_size=4, precision="high", needs=("q_weight", "k_weight")), 1))
+
+
+# ---- the backend's own calls -------------------------------------------------------------------------------
+
+PRODUCT = ["stream", "workspace", "pointers 1", "product", "pointers 0", "stream"]
+
+
+def test_the_public_call():
+    """Python, launches and cuBLAS's calls as on a GPU; all cases have kernels that other tests compile."""
+    for i, case in enumerate(qkv_edge_cases()):
+        if case.spec.rope.dtype == "float32" and not case.spec.accumulate:
+            with on_cpu() as device:
+                into = bool(i % 2)
+                ours = functools.partial(run_backend, backend="cupy_tensor", into=into)
+                verdict = check(promised(case, "high"), ours)
+            assert verdict.passed, verdict.findings
+            assert "".join(device.called).count("".join(PRODUCT)) == device.called.count("product")
+
+
+def test_one_product_makes_the_weights_gradients_where_they_are_neighbours():
+    with on_cpu() as device:
+        run_backend(make_case(SPEC, 1), "cupy_tensor")
+    assert [name for name in device.called if name in ENTRIES] == [
+        "qkv_guess", "qkv_convert", "qkv_judge", "qkv_convert", "qkv_finish", "qkv_convert", "qkv_finish",
+    ]  # fmt: skip
+    assert device.called.count("product") == 2
+
+
+def test_plan():
+    case = wide_case("heads")
+    with on_cpu() as device:
+        plan = rg.plan_qkv_rope_backward(SPEC, backend="cupy_tensor")
+        assert plan.status() is None
+        arrays = [device.keep(x) for x in case.inputs.values()]
+        right = plan(*arrays)
+        assert plan.status().own_scales == ("channels of the gradients, for the weights' gradients",)
+        assert "unscaled apart: the weights' gradients" in str(plan.status())
+        room = device.keep(shim.empty(plan.workspace_bytes, np.uint8))
+        before = len(device.held)
+        out = tuple(device.keep(shim.empty(SPEC.output(need)[0], np.float32)) for need in SPEC.needs)
+        got = plan(*arrays, out=out, workspace=room)
+        assert len(device.held) == before + len(out), "something was allocated"
+        with pytest.raises(rg.SpecError, match="this call needs"):
+            plan(*arrays, out=out, workspace=room[:-256])
+        with pytest.raises(rg.SpecError, match="hidden_size 32, planned 33"):
+            rg.plan_qkv_rope_backward(replace(SPEC, hidden_size=33), backend="cupy_tensor")(*arrays)
+        assert str(plan.workspace_bytes) in plan.explain()
+    assert all(a is b for a, b in zip(got, out, strict=True))
+    for grads in (right, got):
+        assert check(case, lambda case, grads=grads: grads._asdict()).passed
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_what_it_cannot_do_it_says():
+    why_not = CupyTensor().why_not
+    cupy = replace(SPEC, rope=replace(ROPE, namespace="cupy"))
+    assert why_not(cupy) is None
+    assert "numpy" in why_not(SPEC)
+    assert "highest" in why_not(replace(cupy, precision="highest"))
+    assert "float64" in why_not(replace(cupy, rope=replace(cupy.rope, table_dtype="float64")))
+    assert "projections" in why_not(cupy.rope)
+    assert "rows" in why_not(replace(cupy, hidden_size=1 << 31))
