@@ -21,8 +21,9 @@ from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import Examination, broken_rules
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.runner import Here
 from ropegrad.verify.target import Contract
-from ropegrad.verify.trial import Here, attempt
+from ropegrad.verify.trial import attempt
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]

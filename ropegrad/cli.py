@@ -172,7 +172,8 @@ def verify(
 
     if target is None:
         if (judged is not None and judged != Judged()) or junit or repro:
-            raise ropegrad.SpecError("these options say how a TARGET is called: name one")
+            error = ropegrad.SpecError("these options say how a TARGET is judged: name one")
+            return target_terminal.refuse(Screen(), error)
         return terminal.verify(Screen(), suite or "all", backend, quick=quick, json_file=json)
     screen = Screen()
     try:

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import msgspec
 
 from ropegrad.info import info
-from ropegrad.verify.examine import Broken, Examination, contract_lines
+from ropegrad.verify.examine import Broken, Examination
+from ropegrad.verify.observed import contract_lines
 from ropegrad.verify.ruling import RULES, Fault
 
 VERDICTS = {0: "right", 1: "wrong", 2: "could not be judged"}

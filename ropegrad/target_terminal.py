@@ -18,7 +18,8 @@ from ropegrad import target_report
 from ropegrad.errors import SpecError
 from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite
 from ropegrad.verify.domain import Domain
-from ropegrad.verify.examine import Broken, Examination, contract_lines, examine
+from ropegrad.verify.examine import Broken, Examination, examine
+from ropegrad.verify.observed import contract_lines
 from ropegrad.verify.process import Process
 from ropegrad.verify.repro import script
 from ropegrad.verify.ruling import RULES
@@ -90,6 +91,8 @@ def verify(
             if name != contract.op:
                 raise SpecError(f"--suite {name} is not of --op {contract.op}")
             recipes += suite(name, contract, domain)
+        if not recipes:
+            raise SpecError("no problem lies in this domain")
         strange, more = beyond(contract, domain), property_recipes(contract, domain)
         show_heading(console, target, contract, domain)
         with (

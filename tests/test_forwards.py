@@ -12,10 +12,12 @@ from ropegrad.verify import Contract, Domain, assert_gradients
 from ropegrad.verify.assertion import sentences
 from ropegrad.verify.battery import battery, property_recipes
 from ropegrad.verify.calling import FORWARD_VALUES
-from ropegrad.verify.examine import Examination, broken_rules, contract_lines, examine
+from ropegrad.verify.examine import Examination, broken_rules, examine
 from ropegrad.verify.forward import forward_standard
+from ropegrad.verify.observed import contract_lines
 from ropegrad.verify.recipe import Recipe
-from ropegrad.verify.trial import Here, attempt
+from ropegrad.verify.runner import Here
+from ropegrad.verify.trial import attempt
 
 
 def contracts(**words):

@@ -21,7 +21,7 @@ import ropegrad as rg
 from ropegrad.backends import BACKENDS
 from ropegrad.spec import LAYOUTS, PAIRINGS
 from ropegrad.verify import draws
-from ropegrad.verify.draws import MEMORY
+from ropegrad.verify.placing import MEMORY
 from ropegrad.verify.strategies import SEEDS, qkv_specs, rope_specs
 
 ANY = rg.RopeSpec(batch=1, heads=1, kv_heads=1, seq=1, head_dim=2, rotary_dim=2)

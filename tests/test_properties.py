@@ -8,7 +8,7 @@ import ropegrad
 from ropegrad.verify import Contract, Domain
 from ropegrad.verify.battery import property_recipes
 from ropegrad.verify.properties import property_faults
-from ropegrad.verify.trial import Here
+from ropegrad.verify.runner import Here
 
 ROPE, QKV = Contract(), Contract(op="qkv")
 

@@ -20,10 +20,11 @@ from ropegrad.verify.campaign import Jobs
 from ropegrad.verify.process import Process
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.ruling import RULES
+from ropegrad.verify.runner import Here
 from ropegrad.verify.runners import run_backend
 from ropegrad.verify.strategies import problems
 from ropegrad.verify.target import Contract, NoTarget
-from ropegrad.verify.trial import Here, attempt
+from ropegrad.verify.trial import attempt
 
 FILE = Path(kernels.__file__)
 CONTRACT = Contract()
@@ -75,12 +76,20 @@ def test_a_wrong_function_is_named_with_its_fault_and_its_excuse(monkeypatch, ca
         (f"{FILE}:rope_backward", ("--of", "forward"), "only torch and jax differentiate"),
         (f"{FILE}:rope_backward", ("--suite", "qkv"), "is not of --op rope"),
         (f"{FILE}:rope_backward", ("--gqa", "many"), "write whole numbers"),
+        (f"{FILE}:rope_backward", ("--arrays", "cupy"), "no cupy arrays on cuda here: "),
+        (f"{FILE}:rope_backward", ("--head-dim", "7"), "rotary width must be even"),
+        (f"{FILE}:rope_backward", ("--max-tokens", "0", "--empty", "no"), "no problem lies in this domain"),
         (f"{FILE}:rope_backward", ("--needs", "value"), "needs='value' is unknown"),
     ],
 )
 def test_what_cannot_be_judged_has_status_2(target, options, reason, monkeypatch, capsys):
     assert run("verify", target, *options, monkeypatch=monkeypatch) == 2
     assert reason in " ".join(capsys.readouterr().out.split())
+
+
+def test_options_of_a_target_need_one(monkeypatch, capsys):
+    assert run("verify", "--dps", monkeypatch=monkeypatch) == 2
+    assert "name one" in capsys.readouterr().out
 
 
 def test_a_module_is_found_beside_the_caller(monkeypatch, capsys):

@@ -23,9 +23,9 @@ DECIDES: dict[str, tuple[str, ...]] = {
     "cupy_fused": (
         "backends/cupy_fused.py",
         "backends/rope_*.py",
-        "backends/kernels/numbers.cuh",
-        "backends/kernels/memory.cuh",
         "backends/kernels/rope_*",
+        "backends/kernels/memory.cuh",
+        "backends/kernels/numbers.cuh",
         *_TIMED,
         *_JUDGED,
     ),

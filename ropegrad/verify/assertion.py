@@ -10,8 +10,8 @@ from ropegrad.verify.battery import battery, property_recipes
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import Examination, broken_rules, examine
 from ropegrad.verify.process import Process
+from ropegrad.verify.runner import Here, Runner
 from ropegrad.verify.target import Contract
-from ropegrad.verify.trial import Here, Runner
 
 
 def assert_gradients(

@@ -17,7 +17,7 @@ from ropegrad.arrays import Array, numpy_dtype, overlap
 from ropegrad.verify.arena import Bytes, Plan, Slot, view
 from ropegrad.verify.case import NumpyArray
 from ropegrad.verify.runners import to_namespace, to_numpy
-from ropegrad.verify.target import Contract
+from ropegrad.verify.target import Contract, NoTarget
 
 FORWARD_VALUES = {"rope": ("q_embed", "k_embed"), "qkv": ("query", "key", "value")}
 UPSTREAM = {"rope": ("grad_q_embed", "grad_k_embed"), "qkv": ("grad_query", "grad_key", "grad_value")}
@@ -110,6 +110,17 @@ class Caller:
 
 def _digest(array: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+
+
+def probe(contract: Contract) -> None:
+    """NoTarget where there are no such arrays here: a framework that is missing, a device that is."""
+    try:
+        if contract.arrays != "numpy":
+            importlib.import_module(contract.arrays)
+        _Place(contract, np.zeros(64, np.uint8)).finish()
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise NoTarget(f"no {contract.arrays} arrays on {contract.device} here: {reason}") from None
 
 
 def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:

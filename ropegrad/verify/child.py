@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from ropegrad.verify.arena import Plan, Slot
-from ropegrad.verify.calling import Answer, Caller
+from ropegrad.verify.calling import Answer, Caller, probe
 from ropegrad.verify.target import Contract, NoTarget, load
 
 
@@ -57,6 +57,7 @@ def _load(request: dict[str, Any], answers: IO[bytes]) -> Caller | None:
     words = request["contract"]
     contract = Contract(**(words | {"needs": tuple(words["needs"])}))
     try:
+        probe(contract)
         function = load(request["target"], request["folder"])
     except NoTarget as error:
         _send(answers, Answer("unusable", str(error)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ropegrad.spec import judge_word
-from ropegrad.verify.draws import MEMORY
+from ropegrad.verify.placing import MEMORY
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.target import Contract
 

@@ -17,9 +17,10 @@ from hypothesis.errors import Flaky
 from ropegrad.verify.battery import size
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.recipe import Recipe
+from ropegrad.verify.runner import Runner
 from ropegrad.verify.strategies import recipes
 from ropegrad.verify.target import Contract
-from ropegrad.verify.trial import Runner, Trial, attempt
+from ropegrad.verify.trial import Trial, attempt
 
 ROUND = 1000  # examples of one Hypothesis run; a longer search is several, which keeps its memory small
 SHRINK = 30.0  # seconds for making a failure small

@@ -91,7 +91,10 @@ class Process:
         }  # fmt: skip
         limit = self.timeout * (FIRST if self.fresh else 1)
         self.fresh = False
-        return self._ask(request, limit)
+        answer = self._ask(request, limit)
+        if answer.status == "raised" and self.contract.device == "cuda":
+            self._stop()  # an error of CUDA sticks to its process
+        return answer
 
     def _start(self) -> None:
         self.fresh = True

@@ -19,8 +19,9 @@ from ropegrad.verify.case import Case, rope_geometry
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.ruling import Fault, standard
+from ropegrad.verify.runner import Runner
 from ropegrad.verify.sums import Floats
-from ropegrad.verify.trial import Runner, Trial, perform
+from ropegrad.verify.trial import Trial, perform
 
 RULE = "breaks a property"
 Outputs = dict[str, Floats]

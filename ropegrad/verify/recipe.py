@@ -14,7 +14,7 @@ from ropegrad.verify.draws import make_case
 
 @dataclass(frozen=True)
 class Recipe:
-    """A spec, kinds of data (keys of draws.VALUES, TABLES, MEMORY) and a seed.
+    """A spec, kinds of data (keys of draws.VALUES, draws.TABLES, placing.MEMORY) and a seed.
 
     then: values and tables of the second draw, if they are others.
     """

@@ -13,6 +13,7 @@ from ropegrad.spec import ADJOINTS, LAYOUTS, PAIRINGS, QKV_NEEDS, ROPE_NEEDS, TA
 from ropegrad.verify import draws
 from ropegrad.verify.case import Case
 from ropegrad.verify.domain import Domain, fitted
+from ropegrad.verify.placing import MEMORY
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.target import Contract
 
@@ -43,7 +44,7 @@ def qkv_specs(draw: st.DrawFn, *, dtypes: tuple[str, ...] = DTYPES) -> QkvSpec:
 def cases(
     draw: st.DrawFn,
     specs: st.SearchStrategy[RopeSpec | QkvSpec],
-    memory: st.SearchStrategy[str] = st.sampled_from((*draws.MEMORY, "mixed")),  # noqa: B008
+    memory: st.SearchStrategy[str] = st.sampled_from((*MEMORY, "mixed")),  # noqa: B008
 ) -> Case:
     """A case of a spec drawn from `specs`: values and tables of every kind, `memory` of every kind too."""
     return draws.make_case(
@@ -97,7 +98,7 @@ def _recipes(
 _KV_HEADS, _BATCHES = st.sampled_from((1, 2, 3, 8)), st.sampled_from((1, 2, 3))
 _TOKENS, _MOST = st.sampled_from((*TOKENS, 0)), st.sampled_from(ELEMENTS)  # 0: as many as heads
 _HIDDEN = st.sampled_from((1, 2, 3, 8, 17, 64))
-_VALUES, _MEMORY = st.sampled_from(list(draws.VALUES)), st.sampled_from((*draws.MEMORY, "mixed"))
+_VALUES, _MEMORY = st.sampled_from(list(draws.VALUES)), st.sampled_from((*MEMORY, "mixed"))
 _TABLES = st.sampled_from(
     ("normal", "equal", "llama3", "base10000", "far", "scaled", "benchmark", "nonfinite")
 )

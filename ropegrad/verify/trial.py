@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.arena import Bytes, Plan, fill, plan, same_bytes, trespasses, view
-from ropegrad.verify.calling import FORWARD_VALUES, Answer, Caller, Function
+from ropegrad.verify.arena import fill, plan, same_bytes, trespasses, view
+from ropegrad.verify.calling import FORWARD_VALUES, Answer
 from ropegrad.verify.case import Case, NumpyArray, token_slices
 from ropegrad.verify.check import SLICE
 from ropegrad.verify.forward import forward_shapes, forward_standard
@@ -28,42 +27,11 @@ from ropegrad.verify.ruling import (
     standard,
     value_fault,
 )
+from ropegrad.verify.runner import Runner
 from ropegrad.verify.target import Contract
 
 REPEATABLE = "bitwise repeatable"
 NOT_REPEATABLE = "not bitwise repeatable"
-
-
-class Runner(Protocol):
-    """A way to call a target."""
-
-    contract: Contract
-
-    def arena(self, nbytes: int) -> Bytes:
-        """Memory that the target will see."""
-        ...
-
-    def call(self, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
-        """Let it work on what is in the arena."""
-        ...
-
-
-class Here:
-    """A function called in this process: no protection, no start-up."""
-
-    def __init__(self, function: Function, contract: Contract) -> None:
-        self.contract, self._caller = contract, Caller(function, contract)
-        self._memory: Bytes = np.zeros(0, np.uint8)
-
-    def arena(self, nbytes: int) -> Bytes:
-        """Memory that the function will see; the same addresses from call to call."""
-        if nbytes > len(self._memory):
-            self._memory = np.zeros(max(nbytes, 2 * len(self._memory)), np.uint8)
-        return self._memory[:nbytes]
-
-    def call(self, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
-        """Call the function."""
-        return self._caller(self._memory[: layout.nbytes], layout, names, order)
 
 
 @dataclass

@@ -8,9 +8,11 @@ from right_kernels import RIGHT
 
 from ropegrad.verify.assertion import sentences
 from ropegrad.verify.battery import battery
-from ropegrad.verify.examine import Examination, broken_rules, contract_lines, examine
+from ropegrad.verify.examine import Examination, broken_rules, examine
 from ropegrad.verify.fuzz import search
-from ropegrad.verify.trial import Here, attempt
+from ropegrad.verify.observed import contract_lines
+from ropegrad.verify.runner import Here
+from ropegrad.verify.trial import attempt
 
 ENOUGH = 12  # problems that went wrong: more would only say the same
 

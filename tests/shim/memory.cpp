@@ -10,7 +10,7 @@
 
 namespace {
 
-struct Image { uintptr_t begin, end; char* thread_begin; size_t thread_size; } image;  // of the program itself
+struct Image { uintptr_t begin, end; char* thread_begin; size_t thread_size; } image;  // of this program
 std::vector<shim::Region> regions;
 const shim::Region* last;  // where the access before this one was
 shim::Region shared;
@@ -34,12 +34,14 @@ int find_image(dl_phdr_info* info, size_t, void*) {
     return 1;
 }
 
-[[noreturn]] void outside(uintptr_t address, size_t size, bool load, uintptr_t site, const shim::Region& near) {
+[[noreturn]] void outside(
+    uintptr_t address, size_t size, bool load, uintptr_t site, const shim::Region& near) {
     char name[32] = "dynamic shared memory";
     if (near.array >= 0) snprintf(name, sizeof name, "array %d", near.array);
     const bool within = address >= near.begin && address + size <= near.end;
     shim::fail(site, "%s %zu bytes at byte %ld of %s, which has %ld bytes%s", load ? "reads" : "writes", size,
-               long(address - near.begin), name, long(near.end - near.begin), within ? " and is read-only" : "");
+               long(address - near.begin), name, long(near.end - near.begin),
+               within ? " and is read-only" : "");
 }
 
 template <class F>

@@ -6,7 +6,7 @@
 
 namespace {
 
-// Who was where, when: barriers that all blocks had passed till then, and waits for lanes that the thread had.
+// Who was where, when: barriers passed by all till then, and waits for lanes by the thread.
 struct Visit { int thread = -1; unsigned block_epoch, warp_epoch; uintptr_t site; };
 struct Byte { Visit write, reads[2]; };  // the last read, and the last of another thread
 
@@ -15,7 +15,8 @@ std::vector<Byte> dynamic_bytes, static_bytes;
 // Whether a barrier stands between two accesses. Lanes that waited for one another have one warp epoch, later
 // than all that they had before.
 bool ordered(const Visit& before, const Visit& now) {
-    if (before.thread < 0 || before.thread == now.thread || before.block_epoch != now.block_epoch) return true;
+    if (before.thread < 0 || before.thread == now.thread) return true;
+    if (before.block_epoch != now.block_epoch) return true;
     return before.thread / shim::WARP == now.thread / shim::WARP && before.warp_epoch < now.warp_epoch;
 }
 

@@ -34,7 +34,8 @@ struct Fiber {
     unsigned char value[LARGEST];
     int source;                           // the lane that it asks, and what it hears when all have come
     unsigned char result[LARGEST];
-    unsigned votes, epoch;                // epoch: of its waits for lanes, the same for those that waited together
+    unsigned votes;
+    unsigned epoch;                       // of its waits for lanes: one for those that waited together
 };
 
 struct Machine {
@@ -141,7 +142,8 @@ bool release_barrier() {
         const Fiber& fiber = machine.fibers[i];
         if (fiber.state == ENDED) continue;
         if (fiber.state == AT_WARP)
-            return problem("divergent: thread %d waits for lanes %#x of its warp, which never come", i, fiber.mask);
+            return problem("divergent: thread %d waits for lanes %#x of its warp, which never come", i,
+                           fiber.mask);
         if (first >= 0 && fiber.place != machine.fibers[first].place)
             return problem("divergent barrier: thread %d waits at line %d, thread %d at line %d", first,
                            machine.fibers[first].line, i, fiber.line);
@@ -197,7 +199,8 @@ void map_fibers() {
 bool acceptable(const shim::Launch& launch) {
     const size_t threads = size_t(launch.block[0]) * launch.block[1] * launch.block[2];
     const size_t blocks = size_t(launch.grid[0]) * launch.grid[1] * launch.grid[2];
-    if (!threads || threads > MOST_THREADS) return problem("%zu threads a block: 1 to %d", threads, MOST_THREADS);
+    if (!threads || threads > MOST_THREADS)
+        return problem("%zu threads a block: 1 to %d", threads, MOST_THREADS);
     if (!blocks) return problem("an empty grid");
     if (launch.count != machine.kernel->count)
         return problem("%d arguments, the kernel takes %d", launch.count, machine.kernel->count);

@@ -1,5 +1,6 @@
-// Answers what g++ puts into a program for -fsanitize=kernel-address,alignment,bounds,signed-integer-overflow:
-// one call before each load and store, and one where an index, an address or a sum is wrong.
+// Answers what g++ puts into a program for -fsanitize=kernel-address, alignment, bounds and
+// signed-integer-overflow: a call before each load and store, and one where an index, an address or a sum is
+// wrong.
 #include <cstring>
 
 #include "include/runtime.h"
@@ -55,16 +56,21 @@ void* shim_memset(void* to, int byte, size_t size) {
 }
 
 [[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const TypeMismatch* what, uintptr_t at) {
-    shim::fail(0, "%s:%u: misaligned address %#zx for %s, which needs %d", file(what->place), what->place.line, size_t(at),
-               what->type->name, 1 << what->log_alignment);
+    shim::fail(0, "%s:%u: misaligned address %#zx for %s, which needs %d", file(what->place),
+               what->place.line, size_t(at), what->type->name, 1 << what->log_alignment);
 }
 [[noreturn]] void __ubsan_handle_out_of_bounds_abort(const OutOfBounds* what, uintptr_t index) {
-    shim::fail(0, "%s:%u: index %ld is out of bounds of %s", file(what->place), what->place.line, long(index), what->array->name);
+    shim::fail(0, "%s:%u: index %ld is out of bounds of %s", file(what->place), what->place.line,
+               long(index), what->array->name);
 }
-[[noreturn]] void __ubsan_handle_add_overflow_abort(const Overflow* what, uintptr_t, uintptr_t) { overflow(what); }
-[[noreturn]] void __ubsan_handle_sub_overflow_abort(const Overflow* what, uintptr_t, uintptr_t) { overflow(what); }
-[[noreturn]] void __ubsan_handle_mul_overflow_abort(const Overflow* what, uintptr_t, uintptr_t) { overflow(what); }
-[[noreturn]] void __ubsan_handle_negate_overflow_abort(const Overflow* what, uintptr_t) { overflow(what); }
-[[noreturn]] void __ubsan_handle_divrem_overflow_abort(const Overflow* what, uintptr_t, uintptr_t) { overflow(what); }
+#define OVERFLOW(name, ...)                                                                             \
+    [[noreturn]] void __ubsan_handle_##name##_overflow_abort(const Overflow* what, __VA_ARGS__) {       \
+        overflow(what);                                                                                 \
+    }
+OVERFLOW(add, uintptr_t, uintptr_t)
+OVERFLOW(sub, uintptr_t, uintptr_t)
+OVERFLOW(mul, uintptr_t, uintptr_t)
+OVERFLOW(divrem, uintptr_t, uintptr_t)
+OVERFLOW(negate, uintptr_t)
 
 }  // extern "C"

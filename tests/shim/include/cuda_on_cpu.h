@@ -29,8 +29,8 @@ extern "C" void* memset(void* to, int byte, size_t size) noexcept __asm__("shim_
 #define __maxnreg__(...)
 #define __align__(n) alignas(n)
 // Nothing else is thread_local, so all of a program's shared variables lie in one stretch, filled with NaN
-// before each block. `extern __shared__ T x[]` is rewritten before g++ sees it. CuPy takes it for granted that
-// an array of char is aligned well enough for its sums, as a kernel's only shared variable is.
+// before each block. `extern __shared__ T x[]` is rewritten before g++ sees it. CuPy takes it for granted
+// that an array of char is aligned well enough for its sums, as a kernel's only shared variable is.
 #define __shared__ __attribute__((aligned(16))) thread_local
 
 extern uint3 threadIdx, blockIdx;
@@ -53,7 +53,8 @@ namespace shim {
 template <class T> T shuffle(unsigned mask, T value, int source, int width) {
     T result;
     const int first = lane() & ~(width - 1);
-    exchange(mask, &value, sizeof value, source < first || source >= first + width ? lane() : source, &result);
+    if (source < first || source >= first + width) source = lane();
+    exchange(mask, &value, sizeof value, source, &result);
     return result;
 }
 }  // namespace shim
@@ -84,13 +85,17 @@ template <class T, class F> __attribute__((no_sanitize("kernel-address"))) T upd
     return old;
 }
 }  // namespace shim
-template <class T> T atomicAdd(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return old + x; }); }
-template <class T> T atomicSub(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return old - x; }); }
-template <class T> T atomicMin(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return x < old ? x : old; }); }
-template <class T> T atomicMax(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return old < x ? x : old; }); }
-template <class T> T atomicOr(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return old | x; }); }
-template <class T> T atomicAnd(T* at, shim::Given<T> x) { return shim::update(at, [=](T old) { return old & x; }); }
-template <class T> T atomicExch(T* at, shim::Given<T> x) { return shim::update(at, [=](T) { return x; }); }
+#define SHIM_ATOMIC(name, now)                                                                          \
+    template <class T> T atomic##name(T* at, shim::Given<T> x) {                                        \
+        return shim::update(at, [=]([[maybe_unused]] T old) { return now; });                           \
+    }
+SHIM_ATOMIC(Add, old + x)
+SHIM_ATOMIC(Sub, old - x)
+SHIM_ATOMIC(Min, x < old ? x : old)
+SHIM_ATOMIC(Max, old < x ? x : old)
+SHIM_ATOMIC(Or, old | x)
+SHIM_ATOMIC(And, old & x)
+SHIM_ATOMIC(Exch, x)
 template <class T> T atomicCAS(T* at, shim::Given<T> old, shim::Given<T> x) {
     return shim::update(at, [=](T now) { return now == old ? x : now; });
 }
@@ -163,7 +168,8 @@ template <auto kernel> struct Entry;
 template <class... A, void (*kernel)(A...)> struct Entry<kernel> {
     static constexpr size_t sizes[] = {sizeof(A)..., 0};
     template <size_t... I>
-    __attribute__((no_sanitize("kernel-address"))) static void spread(void** arguments, std::index_sequence<I...>) {
+    __attribute__((no_sanitize("kernel-address")))
+    static void spread(void** arguments, std::index_sequence<I...>) {
         kernel(*static_cast<std::remove_cv_t<A>*>(arguments[I])...);
     }
     static void call(void** arguments) { spread(arguments, std::index_sequence_for<A...>()); }

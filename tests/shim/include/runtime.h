@@ -39,4 +39,4 @@ void check(uintptr_t address, size_t size, Access access, uintptr_t site);
 }  // namespace shim
 
 extern const shim::Kernel shim_kernels[];
-extern "C" void shim_touch_thread_storage();  // so that the loader has made this thread's __shared__ variables
+extern "C" void shim_touch_thread_storage();  // makes the loader make this thread's __shared__ variables
