@@ -15,7 +15,8 @@ from ropegrad.outputs import QkvGrads
 from ropegrad.spec import QKV_WEIGHTS, QkvSpec, RopeSpec
 from ropegrad.verify.cases import qkv_edge_cases
 from ropegrad.verify.check import check
-from ropegrad.verify.draws import MEMORY, make_case
+from ropegrad.verify.draws import make_case
+from ropegrad.verify.placing import MEMORY
 from ropegrad.verify.runners import options, run_backend, to_namespace
 from ropegrad.verify.strategies import cases, qkv_specs
 

@@ -17,7 +17,8 @@ from ropegrad.backends.qkv_instance import ENTRIES
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify.cases import qkv_edge_cases
 from ropegrad.verify.check import check
-from ropegrad.verify.draws import MEMORY, make_case
+from ropegrad.verify.draws import make_case
+from ropegrad.verify.placing import MEMORY
 from ropegrad.verify.runners import run_backend
 from ropegrad.verify.strategies import cases, qkv_specs
 
