@@ -55,6 +55,15 @@ def run(case: Case, launching: Launching = PLAIN) -> Arrays:
 
 def whole(case: Case, launching: Launching = PLAIN) -> tuple[Arrays, np.void]:
     """The gradients, and the state that the kernels leave."""
+    arrays, memory, steps = prepared(case, launching)
+    assert isinstance(case.spec, QkvSpec)
+    execute(case.spec, steps, [*arrays.values(), memory[: memory.size - CUBLAS]], launching)
+    state = memory[: STATE.itemsize].view(STATE)[0] if memory.size else np.zeros((), STATE)[()]
+    return {name: arrays[name] for name in case.outputs}, state
+
+
+def prepared(case: Case, launching: Launching = PLAIN) -> tuple[Arrays, NumpyArray, Steps]:
+    """Inputs and outputs by name, the workspace, and what is to be done."""
     spec = case.spec
     assert isinstance(spec, QkvSpec)
     arrays = {name: shim.apart(x) for name, x in case.inputs.items() if x is not None}
@@ -65,10 +74,7 @@ def whole(case: Case, launching: Launching = PLAIN) -> tuple[Arrays, np.void]:
     memory = shim.empty(size, np.uint8)
     with mock.patch.object(qkv_launch, "vectors", functools.partial(_narrower, launching.widest)):
         at = memory.__array_interface__["data"][0]
-        steps = prepare(spec, placed, Room(at, at), 2)
-    execute(spec, steps, [*arrays.values(), memory[: size - CUBLAS]], launching)
-    state = memory[: STATE.itemsize].view(STATE)[0] if size else np.zeros((), STATE)[()]
-    return {name: arrays[name] for name in case.outputs}, state
+        return arrays, memory, prepare(spec, placed, Room(at, at), 2)
 
 
 _vectors = qkv_launch.vectors

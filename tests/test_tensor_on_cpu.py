@@ -1,6 +1,7 @@
 """The tensor-core backend's promise, proved without a GPU: its kernels on the CPU, its products in NumPy."""
 
 import functools
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 import ropegrad as rg
 from ropegrad.backends.cupy_tensor import CupyTensor
-from ropegrad.backends.qkv_instance import ENTRIES
+from ropegrad.backends.qkv_instance import ENTRIES, Instance
+from ropegrad.backends.qkv_launch import OPERANDS
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify.cases import qkv_edge_cases
 from ropegrad.verify.check import check
@@ -26,7 +28,7 @@ if shim.why_not() is not None:
     skip(shim.why_not())
 need("cupy", "compile")
 
-from tensor_on_cpu import DTYPES, PLAIN, Launching, on_cpu, run, whole  # noqa: E402
+from tensor_on_cpu import DTYPES, PLAIN, Launching, compile_all, on_cpu, prepared, run, whole  # noqa: E402
 from wide_ranges import KINDS, ROPE, SPEC, wide_case  # noqa: E402
 
 ORDERS = st.integers(0, 2**16)
@@ -44,9 +46,28 @@ def promised(case, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_edge_cases(precision):
-    for i, case in enumerate(qkv_edge_cases()):
-        if case.spec.rope.dtype in DTYPES[: 3 if precision == "high" else 1]:
-            judge(promised(case, precision), Launching(order=i, into=bool(i % 2), widest=1))
+    dtypes = DTYPES if precision == "high" else ("float32",)
+    turns = [
+        (promised(case, precision), Launching(order=i, into=bool(i % 2), widest=1))
+        for i, case in enumerate(qkv_edge_cases())
+        if case.spec.rope.dtype in dtypes
+    ]
+    compile_all(prepared(*turn)[2].instance for turn in turns)
+    for turn in turns:
+        judge(*turn)
+
+
+@functools.cache
+def compile_narrow():
+    """What float32 takes with single-element accesses, as one program."""
+    flags = itertools.product(OPERANDS.values(), *[(False, True)] * 3)
+    compile_all(
+        Instance(
+            storage="float32", table="float32", operand=operand, vector=1, matrix_vector=1,
+            interleaved=interleaved, half_table=half_table, add=add,
+        )
+        for operand, interleaved, half_table, add in flags
+    )  # fmt: skip
 
 
 def any_problem(examples, dtypes, widest):
@@ -64,6 +85,7 @@ def any_problem(examples, dtypes, widest):
 
 
 def test_any_problem():
+    compile_narrow()
     any_problem(30, ("float32",), 1)
 
 
