@@ -157,7 +157,7 @@ def compile_all(instances: Iterable[Instance], fault: Fault | None = None) -> No
 
 # ---- the public call ---------------------------------------------------------------------------------------
 
-NUMBERS = {"qkv_convert": (1,), "qkv_finish": (11,), "qkv_biases": (6,)}  # behind the 62 of Arguments
+NUMBERS = {"qkv_convert": (1,), "qkv_finish": (11,), "qkv_biases": (6,)}  # behind the 64 of Arguments
 STREAM, HANDLE = 7, 5
 
 
@@ -184,7 +184,7 @@ class Device:
         assert (gy, gz, by, bz, shared, stream, extra) == (1, 1, 1, 1, 0, STREAM, 0)
         entry, kernel = self.kernels[function]
         self.called.append(entry)
-        sizes = [8 * count for count in (62, *NUMBERS.get(entry, ()))]
+        sizes = [8 * count for count in (64, *NUMBERS.get(entry, ()))]
         at = (ctypes.c_void_p * len(sizes)).from_address(pointers)
         arguments = [ctypes.string_at(at[i], size) for i, size in enumerate(sizes)]
         kernel((gx,), (bx,), arguments, arrays=self.held)

@@ -111,7 +111,8 @@ def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
         f"{widths[0] * size} and {widths[1] * size} bytes an access; cuBLAS multiplies with float32 sums",
         "scales are powers of two, guessed from 4096 elements of each matrix and judged on the device by the "
         "maxima of rows and columns: one for a matrix; where its range is too wide, one for each token or "
-        "channel of the gradients, for each column of hidden states and weights",
+        "channel of the gradients, for each column of hidden states and weights; where one operand is large "
+        "just where the other is tiny, the product is computed anew in float32",
         f"workspace of {workspace(spec).size} bytes for contiguous outputs",
     ]
 

@@ -15,6 +15,7 @@ from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.qkv_instance import THREADS, Instance
 from ropegrad.backends.qkv_workspace import (
     biases_of,
+    maxima_of,
     parts_of,
     pitch,
     products_of,
@@ -174,8 +175,8 @@ class _Problem:
             parts = parts_of(self.spec)
             arguments = self._arguments(parts)
             tiles = self._tiles(parts)
-            maxima = self.spec.tokens + width_of(self.spec, parts) + self._columns * (hidden + weights)
-            yield Launch("qkv_guess", max(1, min(64, -(-maxima // THREADS["qkv_guess"]))), (arguments,))
+            clearing = -(-sum(maxima_of(self.spec)) // THREADS["qkv_guess"])
+            yield Launch("qkv_guess", max(1, min(64, clearing)), (arguments,))
             yield Launch("qkv_convert", max(1, tiles), (arguments, array("q", [0])))
             yield Launch("qkv_judge", 1, (arguments,))
             yield Launch("qkv_convert", self._few(tiles), (arguments, array("q", [1])))
@@ -334,8 +335,7 @@ class _Problem:
         values += [hidden, weights, spec.tokens, self._inner, rope.head_dim, rope.rotary_dim, width, columns]
         values += [self.block(name) for name in "dxw"] + [pitch(width), pitch(columns), pitch(columns)]
         maxima = self.block("maxima")
-        lengths = (spec.tokens, width, columns * weights, columns * hidden)
-        for length in lengths:
+        for length in maxima_of(spec):
             values.append(maxima)
             maxima += 4 * length
-        return array("q", [*values, sum(lengths), self.room.state])
+        return array("q", [*values, sum(maxima_of(spec)), self.room.state])

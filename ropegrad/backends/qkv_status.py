@@ -12,6 +12,7 @@ STATE = np.dtype(
     [
         ("exponent", "3i4"), ("again", "3i4"), ("again_d", "i4"), ("own", "2i4"), ("own_columns", "3i4"),
         ("unscale", "2i4"), ("alpha", "2f4"), ("one", "f4"), ("zero", "f4"), ("largest", "3u4"),
+        ("recompute", "2i4"),
     ]
 )  # fmt: skip
 _MATRICES = ("gradients", "hidden_states", "weights")
@@ -31,6 +32,8 @@ class Status:
         What had scales of its own, since one for the matrix would have broken the promise.
     unscaled
         Products whose scales were undone by a pass of their own.
+    recomputed
+        Products computed anew in float32, slowly: what is small in one operand is large in the other.
     """
 
     exponents: dict[str, int]
@@ -38,6 +41,7 @@ class Status:
     again: tuple[str, ...]
     own_scales: tuple[str, ...]
     unscaled: tuple[str, ...]
+    recomputed: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [
@@ -46,7 +50,8 @@ class Status:
             for name in _MATRICES
         ]
         lines += [f"own scales: {name}" for name in self.own_scales]
-        return "\n".join(lines + [f"unscaled apart: {name}" for name in self.unscaled])
+        lines += [f"unscaled apart: {name}" for name in self.unscaled]
+        return "\n".join(lines + [f"computed anew in float32: {name}" for name in self.recomputed])
 
 
 def status_of(state: Any) -> Status:
@@ -58,12 +63,13 @@ def status_of(state: Any) -> Status:
         "channels of hidden_states": s["own_columns"][1],
         "columns of the weights": s["own_columns"][2],
     }
-    products = zip(("grad_hidden_states", "the weights' gradients"), s["unscale"], strict=True)
+    products = "grad_hidden_states", "the weights' gradients"
     again = zip(_MATRICES, s["again"], strict=True)
     return Status(
         exponents=dict(zip(_MATRICES, s["exponent"].tolist(), strict=True)),
         largest=dict(zip(_MATRICES, s["largest"].view(np.float32).tolist(), strict=True)),
         again=tuple(name for name, more in again if more or (name == "gradients" and s["again_d"])),
         own_scales=tuple(name for name, has in own.items() if has),
-        unscaled=tuple(name for name, apart in products if apart),
+        unscaled=tuple(name for name, apart in zip(products, s["unscale"], strict=True) if apart),
+        recomputed=tuple(name for name, anew in zip(products, s["recompute"], strict=True) if anew),
     )

@@ -41,6 +41,13 @@ def width_of(spec: QkvSpec, parts: Iterable[str]) -> int:
     return sum(map(spec.rows, parts))
 
 
+def maxima_of(spec: QkvSpec) -> tuple[int, ...]:
+    """Numbers of maxima: of rows and columns of D, columns of X and of W, rows of X and of W."""
+    hidden, weights = products_of(spec)
+    tokens, columns, width = spec.tokens, spec.hidden_size or 0, width_of(spec, parts_of(spec))
+    return tokens, width, columns * weights, columns * hidden, tokens * weights, width * hidden
+
+
 def pitch(columns: int) -> int:
     """Bytes from row to row of a matrix of operands: whole 16-byte accesses."""
     return -(-columns * NARROW // 16) * 16
@@ -57,7 +64,7 @@ def workspace(spec: QkvSpec, aside: tuple[str, ...] | None = None) -> Workspace:
     any_product = hidden or weights
     sizes = {
         "state": STATE * any_product,
-        "maxima": 4 * (tokens + width + columns * (hidden + weights)) * any_product,
+        "maxima": 4 * sum(maxima_of(spec)) * any_product,
         "d": tokens * pitch(width),
         "x": tokens * pitch(columns) * weights,
         "w": width * pitch(columns) * hidden,

@@ -16,6 +16,7 @@ struct State {
     int unscale[2];            // the product is left to `finish`
     float alpha[2], one, zero;
     unsigned largest[3];       // bits of the largest finite magnitude
+    int recompute[2];          // the product is left to `finish`, all of it, in float32
 };
 
 struct Arguments {
@@ -27,7 +28,7 @@ struct Arguments {
     long long tokens, inner, head_dim, rotary, width, hidden_size;
     char* copy[3];             // D, X, W in the operands' dtype
     long long pitch[3];        // bytes from row to row of them
-    unsigned *d_rows, *d_columns, *x_columns, *w_columns;  // bits of the largest finite magnitudes
+    unsigned *d_rows, *d_columns, *x_columns, *w_columns, *x_rows, *w_rows;  // bits of the largest finite magnitudes
     long long measured;        // of these, one behind the other
     State* state;
 };

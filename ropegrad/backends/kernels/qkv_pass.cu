@@ -11,7 +11,7 @@
 constexpr int WARPS = 8, TILE_ROWS = 64;
 constexpr long long FIRST = 0, BEFORE_HIDDEN = 1, BEFORE_WEIGHTS = 2;  // turns of `convert`
 
-// One matrix in tiles of TILE_ROWS rows and 32 vectors of columns; null where maxima are not wanted.
+// One matrix in tiles of TILE_ROWS rows and 32 vectors of columns.
 struct Job {
     long long rows, columns;
     char* out;
@@ -55,7 +55,6 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_tile(
             store<0, true>(job.out + job.pitch * row + sizeof(Operand) * column, narrow, sizeof(Operand));
         }
         if constexpr (MEASURE) {
-            if (job.row_maxima == nullptr) continue;
             largest = most_of_warp(largest);
             if (lane == 0 && largest) atomicMax(job.row_maxima + row, largest);
         }
@@ -95,8 +94,8 @@ template <class I> DEVICE void qkv_convert_of(const Arguments& a, long long turn
     const State& s = *a.state;
     const bool first = turn == FIRST, last = turn == BEFORE_WEIGHTS;
     Job d = {a.tokens, a.width, a.copy[D], a.pitch[D], a.d_rows, a.d_columns, false, false, s.exponent[D]};
-    Job x = {a.wanted[WEIGHTS] ? a.tokens : 0, a.hidden_size, a.copy[X], a.pitch[X], nullptr, a.x_columns, false, false, s.exponent[X]};
-    Job w = {a.wanted[HIDDEN] ? a.width : 0, a.hidden_size, a.copy[W], a.pitch[W], nullptr, a.w_columns, false, false, s.exponent[W]};
+    Job x = {a.wanted[WEIGHTS] ? a.tokens : 0, a.hidden_size, a.copy[X], a.pitch[X], a.x_rows, a.x_columns, false, false, s.exponent[X]};
+    Job w = {a.wanted[HIDDEN] ? a.width : 0, a.hidden_size, a.copy[W], a.pitch[W], a.w_rows, a.w_columns, false, false, s.exponent[W]};
     if (first) {
         convert_all<I, true>(a, d, x, w);
         return;
@@ -121,28 +120,86 @@ struct Finish {
     long long in_place;                // the product stands where the result belongs
 };
 
-template <class I> DEVICE void finish_all(const Arguments& a, const Finish& f) {
+template <class I> DEVICE void put(const Finish& f, unsigned row, unsigned column, double sum) {
     using T = typename I::Storage;
+    const unsigned inner = static_cast<unsigned>(f.inner);
+    T* to = reinterpret_cast<T*>(
+        f.to.at + f.to.outer * (row / inner) + f.to.inner * (row % inner) + f.to.step * column);
+    if constexpr (I::add) sum = plus(sum, Wide<double>::from(*to));
+    *to = Narrow<T>::from(sum);
+}
+
+constexpr int SIDE = 32, DEPTH = 16;  // of a tile of a product that is computed anew: 2 x 2 elements a thread
+
+// One element of D·W or Dᵀ·X's operands.
+template <class I> DEVICE float left_of(const Arguments& a, const Finish& f, unsigned row, unsigned k) {
+    const bool hidden = f.which == HIDDEN;
+    float x[1];
+    Gradients<I, 1>(a, hidden ? k : static_cast<unsigned>(f.first_row) + row).read(hidden ? row : k, x);
+    return x[0];
+}
+template <class I> DEVICE float right_of(const Arguments& a, const Finish& f, unsigned k, unsigned column) {
+    float x[1];
+    if (f.which == HIDDEN) Weights<I, 1>(a, column).read(k, x);
+    else Hidden<I, 1>(a, column).read(k, x);
+    return x[0];
+}
+
+// The whole product in float32, straight from the inputs: for ranges that no scale serves.
+template <class I> DEVICE void compute_anew(const Arguments& a, const Finish& f) {
+    __shared__ float left[DEPTH][SIDE + 1], right[DEPTH][SIDE + 1];
+    const unsigned rows = f.rows, columns = f.columns, depth = f.which == HIDDEN ? a.width : a.tokens;
+    const unsigned across = (columns + SIDE - 1) / SIDE, tiles = (rows + SIDE - 1) / SIDE * across;
+    const unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const unsigned first_row = tile / across * SIDE, first_column = tile % across * SIDE;
+        float sum[2][2] = {};
+        for (unsigned start = 0; start < depth; start += DEPTH) {
+            for (unsigned i = threadIdx.x; i < DEPTH * SIDE; i += blockDim.x) {
+                // Neighbouring threads take neighbours in memory.
+                const unsigned row = f.which == HIDDEN ? i / DEPTH : i % SIDE, k = f.which == HIDDEN ? i % DEPTH : i / SIDE;
+                const bool there = first_row + row < rows && start + k < depth;
+                left[k][row] = there ? left_of<I>(a, f, first_row + row, start + k) : 0.0f;
+                const bool other = first_column + i % SIDE < columns && start + i / SIDE < depth;
+                right[i / SIDE][i % SIDE] = other ? right_of<I>(a, f, start + i / SIDE, first_column + i % SIDE) : 0.0f;
+            }
+            __syncthreads();
+            #pragma unroll
+            for (int k = 0; k < DEPTH; ++k)
+                #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    sum[i / 2][i % 2] = times_plus(left[k][y + 16 * (i / 2)], right[k][x + 16 * (i % 2)], sum[i / 2][i % 2]);
+            __syncthreads();
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned row = first_row + y + 16 * (i / 2), column = first_column + x + 16 * (i % 2);
+            if (row < rows && column < columns) put<I>(f, row, column, to_double(sum[i / 2][i % 2]));
+        }
+    }
+}
+
+template <class I> DEVICE void finish_all(const Arguments& a, const Finish& f) {
     using Operand = typename I::Operand;
     const State& s = *a.state;
+    if (s.recompute[f.which]) {
+        compute_anew<I>(a, f);
+        return;
+    }
     const int which = static_cast<int>(f.which), right = which == HIDDEN ? W : X;
     const bool unscale = s.unscale[which] != 0;
     if (f.in_place && !unscale) return;
     const unsigned* rows = which == HIDDEN ? a.d_rows : a.d_columns + f.first_row;
     const unsigned* columns = which == HIDDEN ? a.w_columns : a.x_columns;
     for (unsigned row = blockIdx.x; row < f.rows; row += gridDim.x) {
-        const unsigned inner = static_cast<unsigned>(f.inner);
         const int left = s.own[which] ? own_exponent<Operand>(rows[row]) : s.exponent[D];
-        char* line = f.to.at + f.to.outer * (row / inner) + f.to.inner * (row % inner);
         for (unsigned column = threadIdx.x; column < f.columns; column += blockDim.x) {
             double sum = to_double(f.product[row * f.columns + column]);
             if (unscale) {
                 const int other = s.own_columns[right] ? own_exponent<Operand>(columns[column]) : s.exponent[right];
                 sum = times(sum, power_of_two_wide(-left - other));
             }
-            T* to = reinterpret_cast<T*>(line + f.to.step * column);
-            if constexpr (I::add) sum = plus(sum, Wide<double>::from(*to));
-            *to = Narrow<T>::from(sum);
+            put<I>(f, row, column, sum);
         }
     }
 }

@@ -3,10 +3,13 @@
 // A 16-bit operand keeps its significand where the scaled maxima of the rows of the left matrix and of the
 // columns of the right one lie in [2^low, 2^(high+1)): what underflows is then below 2^-20 of them. One scale
 // for a matrix if that is so; else rows or columns have their own, which can always be.
+//
+// That is normwise. Where the left matrix is small just where the right one is large, and the other way round,
+// all that matters may underflow; such products are computed anew in float32.
 
 template <class Operand> struct Window;
-template <> struct Window<Float16> { static constexpr int low = -4, high = 14, guess = 7, target = 14; };
-template <> struct Window<BFloat16> { static constexpr int low = -20, high = 40, guess = 10, target = 20; };
+template <> struct Window<Float16> { static constexpr int low = -4, high = 14, guess = 7, target = 14, kept = 19; };
+template <> struct Window<BFloat16> { static constexpr int low = -20, high = 40, guess = 10, target = 20, kept = 120; };
 
 constexpr unsigned INFINITE = 0x7f800000u, SMALLEST_NORMAL = 0x00800000u, NOTHING = 0xffffffffu;
 
@@ -97,14 +100,15 @@ DEVICE Range range_of(const unsigned* maxima, long long count) {
     return range_of_block(largest, smallest);
 }
 
-template <class Operand> DEVICE bool fits(const Range& range, int exponent) {
+template <class Operand> DEVICE bool fits(Range range, int exponent) {
     if (!range.largest) return true;
     return exponent_of(range.largest) + exponent <= Window<Operand>::high
         && exponent_of(range.smallest) + exponent >= Window<Operand>::low;
 }
 
 // Keep the guess, take the exact scale, or give up one scale for the matrix; the last for rows and columns apart.
-template <class Operand> DEVICE void decide(State& s, int matrix, const Range& rows, const Range& columns, bool& own_rows, bool& own_columns) {
+template <class Operand> DEVICE void decide(
+    State& s, int matrix, Range rows, Range columns, bool& own_rows, bool& own_columns) {
     const int guessed = s.exponent[matrix];
     s.largest[matrix] = most(rows.largest, columns.largest);
     own_rows = own_columns = false;
@@ -125,6 +129,25 @@ template <class Operand> DEVICE void decide_product(State& s, int product, int r
     s.alpha[product] = s.unscale[product] ? 1.0f : power_of_two(exponent);
 }
 
+// Whether more than the largest product of maxima allows is lost by underflow: left[i] and right[i] belong to
+// the same term of the sums. Exponents are shifted, so that 0 is none.
+template <class Operand> DEVICE bool reciprocal(const unsigned* left, const unsigned* right, long long count,
+                                                unsigned most_left, unsigned most_right) {
+    constexpr int kept = Window<Operand>::kept, shift = 512;
+    const int top_left = most_left ? exponent_of(most_left) : 0, top_right = most_right ? exponent_of(most_right) : 0;
+    unsigned product = 0, lost = 0;
+    for (long long i = threadIdx.x; i < count; i += DECIDERS) {
+        if (!left[i] || !right[i]) continue;
+        const int l = exponent_of(left[i]), r = exponent_of(right[i]);
+        product = most(product, l + r + shift);
+        if (l + kept < top_left) lost = most(lost, top_left + r + shift);
+        if (r + kept < top_right) lost = most(lost, l + top_right + shift);
+    }
+    product = range_of_block(product, NOTHING).largest;
+    lost = range_of_block(lost, NOTHING).largest;
+    return lost > product + kept;
+}
+
 template <class I> DEVICE void qkv_judge_of(const Arguments& a) {
     using Operand = typename I::Operand;
     const bool hidden = a.wanted[HIDDEN], weights = a.wanted[WEIGHTS];
@@ -132,8 +155,12 @@ template <class I> DEVICE void qkv_judge_of(const Arguments& a) {
     const Range d_rows = range_of(a.d_rows, a.tokens), d_columns = range_of(a.d_columns, a.width);
     const Range x = weights ? range_of(a.x_columns, a.hidden_size) : none;
     const Range w = hidden ? range_of(a.w_columns, a.hidden_size) : none;
+    const bool anew_hidden = hidden && reciprocal<Operand>(a.d_columns, a.w_rows, a.width, d_columns.largest, w.largest);
+    const bool anew_weights = weights && reciprocal<Operand>(a.d_rows, a.x_rows, a.tokens, d_rows.largest, x.largest);
     if (threadIdx.x) return;
     State& s = *a.state;
+    s.recompute[HIDDEN] = anew_hidden;
+    s.recompute[WEIGHTS] = anew_weights;
     bool own_rows, own_columns, unused, own;
     decide<Operand>(s, D, hidden ? d_rows : none, weights ? d_columns : none, own_rows, own_columns);
     s.again_d = own_rows || own_columns;
