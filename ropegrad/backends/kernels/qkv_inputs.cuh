@@ -28,7 +28,7 @@ struct Arguments {
     long long tokens, inner, head_dim, rotary, width, hidden_size;
     char* copy[3];             // D, X, W in the operands' dtype
     long long pitch[3];        // bytes from row to row of them
-    unsigned *d_rows, *d_columns, *x_columns, *w_columns, *x_rows, *w_rows;  // bits of the largest finite magnitudes
+    unsigned *d_rows, *d_columns, *x_columns, *w_columns, *x_rows, *w_rows;  // bits of their largest magnitudes
     long long measured;        // of these, one behind the other
     State* state;
 };
@@ -58,7 +58,7 @@ template <class Strides> DEVICE long long row_offset(const Strides& of, const To
     return of.outer * token.outer + of.inner * token.inner;
 }
 
-// ---- D -----------------------------------------------------------------------------------------------------
+// ---- D ----------------------------------------------------------------------------------------------------
 
 // dx_j = g_j·c_j - σ_j·g_p(j)·s_p(j), and channels past the rotary width as they are.
 template <class I, int V> struct Gradients {
@@ -76,11 +76,13 @@ template <class I, int V> struct Gradients {
     DEVICE Gradients(const Arguments& a, unsigned column) : a(a) {
         const Place place = place_of(a, column);
         from = of_part(a.grad, place.part);
-        const unsigned head_dim = static_cast<unsigned>(a.head_dim), half = static_cast<unsigned>(a.rotary) / 2;
+        const unsigned head_dim = static_cast<unsigned>(a.head_dim);
+        const unsigned half = static_cast<unsigned>(a.rotary) / 2;
         const unsigned channel = place.at % head_dim;
         turned = place.part < 2 && channel < 2 * half;
         second = I::interleaved ? channel % 2 : channel >= half;
-        const unsigned other = within ? channel : I::interleaved ? channel ^ 1u : second ? channel - half : channel + half;
+        const unsigned away = I::interleaved ? channel ^ 1u : second ? channel - half : channel + half;
+        const unsigned other = within ? channel : away;
         const char* head = from.at + from.head * (place.at / head_dim);
         at = head + from.step * channel;
         partner = head + from.step * other;
@@ -116,7 +118,7 @@ template <class I, int V> struct Gradients {
     }
 };
 
-// ---- X and W -----------------------------------------------------------------------------------------------
+// ---- X and W ----------------------------------------------------------------------------------------------
 
 template <class I, int V> struct Hidden {
     const Arguments& a;

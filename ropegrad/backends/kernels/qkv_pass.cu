@@ -33,7 +33,8 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_tile(
     int own[V];
     #pragma unroll
     for (int i = 0; i < V; ++i)
-        own[i] = inside && job.own_columns ? own_exponent<Operand>(job.column_maxima[column + i]) : job.exponent;
+        own[i] = inside && job.own_columns ? own_exponent<Operand>(job.column_maxima[column + i])
+                                           : job.exponent;
     #pragma unroll 2
     for (int r = warp; r < TILE_ROWS; r += WARPS) {
         const unsigned row = first + r;
@@ -79,23 +80,27 @@ DEVICE unsigned tiles_of(const Job& job, int vector) {
     return static_cast<unsigned>((job.rows + TILE_ROWS - 1) / TILE_ROWS) * across;
 }
 
-template <class I, bool MEASURE> DEVICE void convert_all(const Arguments& a, const Job& d, const Job& x, const Job& w) {
+template <class I, bool MEASURE> DEVICE void convert_all(
+    const Arguments& a, const Job& d, const Job& x, const Job& w) {
     constexpr int V = I::vector, U = I::matrix_vector;
     __shared__ unsigned of_d[WARPS][32 * V], of_matrix[WARPS][32 * U];
-    const unsigned tiles_d = tiles_of(d, V), tiles_x = tiles_of(x, U), tiles = tiles_d + tiles_x + tiles_of(w, U);
+    const unsigned tiles_d = tiles_of(d, V), tiles_dx = tiles_d + tiles_of(x, U);
+    const unsigned tiles = tiles_dx + tiles_of(w, U);
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         if (tile < tiles_d) convert_tile<I, V, MEASURE, Gradients<I, V>>(a, d, tile, of_d);
-        else if (tile < tiles_d + tiles_x) convert_tile<I, U, MEASURE, Hidden<I, U>>(a, x, tile - tiles_d, of_matrix);
-        else convert_tile<I, U, MEASURE, Weights<I, U>>(a, w, tile - tiles_d - tiles_x, of_matrix);
+        else if (tile < tiles_dx) convert_tile<I, U, MEASURE, Hidden<I, U>>(a, x, tile - tiles_d, of_matrix);
+        else convert_tile<I, U, MEASURE, Weights<I, U>>(a, w, tile - tiles_dx, of_matrix);
     }
 }
 
 template <class I> DEVICE void qkv_convert_of(const Arguments& a, long long turn) {
     const State& s = *a.state;
     const bool first = turn == FIRST, last = turn == BEFORE_WEIGHTS;
+    const long long x_rows = a.wanted[WEIGHTS] ? a.tokens : 0, w_rows = a.wanted[HIDDEN] ? a.width : 0;
+    const long long columns = a.hidden_size;
     Job d = {a.tokens, a.width, a.copy[D], a.pitch[D], a.d_rows, a.d_columns, false, false, s.exponent[D]};
-    Job x = {a.wanted[WEIGHTS] ? a.tokens : 0, a.hidden_size, a.copy[X], a.pitch[X], a.x_rows, a.x_columns, false, false, s.exponent[X]};
-    Job w = {a.wanted[HIDDEN] ? a.width : 0, a.hidden_size, a.copy[W], a.pitch[W], a.w_rows, a.w_columns, false, false, s.exponent[W]};
+    Job x = {x_rows, columns, a.copy[X], a.pitch[X], a.x_rows, a.x_columns, false, false, s.exponent[X]};
+    Job w = {w_rows, columns, a.copy[W], a.pitch[W], a.w_rows, a.w_columns, false, false, s.exponent[W]};
     if (first) {
         convert_all<I, true>(a, d, x, w);
         return;
@@ -110,13 +115,13 @@ template <class I> DEVICE void qkv_convert_of(const Arguments& a, long long turn
     convert_all<I, false>(a, d, x, w);
 }
 
-// ---- behind the products -----------------------------------------------------------------------------------
+// ---- behind the products ----------------------------------------------------------------------------------
 
 struct Finish {
     const float* product;              // dense
     Rows to;                           // a row is (outer, inner)
     long long rows, columns, inner;
-    long long which, first_row;        // HIDDEN or WEIGHTS; rows of a part of Dᵀ·X start at this column of D
+    long long which, first_row;        // HIDDEN or WEIGHTS; the latter's rows start at this column of D
     long long in_place;                // the product stands where the result belongs
 };
 
@@ -151,24 +156,28 @@ template <class I> DEVICE void compute_anew(const Arguments& a, const Finish& f)
     const unsigned rows = f.rows, columns = f.columns, depth = f.which == HIDDEN ? a.width : a.tokens;
     const unsigned across = (columns + SIDE - 1) / SIDE, tiles = (rows + SIDE - 1) / SIDE * across;
     const unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    const bool hidden = f.which == HIDDEN;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const unsigned first_row = tile / across * SIDE, first_column = tile % across * SIDE;
         float sum[2][2] = {};
         for (unsigned start = 0; start < depth; start += DEPTH) {
             for (unsigned i = threadIdx.x; i < DEPTH * SIDE; i += blockDim.x) {
                 // Neighbouring threads take neighbours in memory.
-                const unsigned row = f.which == HIDDEN ? i / DEPTH : i % SIDE, k = f.which == HIDDEN ? i % DEPTH : i / SIDE;
+                const unsigned row = hidden ? i / DEPTH : i % SIDE, k = hidden ? i % DEPTH : i / SIDE;
                 const bool there = first_row + row < rows && start + k < depth;
                 left[k][row] = there ? left_of<I>(a, f, first_row + row, start + k) : 0.0f;
-                const bool other = first_column + i % SIDE < columns && start + i / SIDE < depth;
-                right[i / SIDE][i % SIDE] = other ? right_of<I>(a, f, start + i / SIDE, first_column + i % SIDE) : 0.0f;
+                const unsigned column = i % SIDE, l = i / SIDE;
+                const bool other = first_column + column < columns && start + l < depth;
+                right[l][column] = other ? right_of<I>(a, f, start + l, first_column + column) : 0.0f;
             }
             __syncthreads();
             #pragma unroll
             for (int k = 0; k < DEPTH; ++k)
                 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    sum[i / 2][i % 2] = times_plus(left[k][y + 16 * (i / 2)], right[k][x + 16 * (i % 2)], sum[i / 2][i % 2]);
+                for (int i = 0; i < 4; ++i) {
+                    float& at = sum[i / 2][i % 2];
+                    at = times_plus(left[k][y + 16 * (i / 2)], right[k][x + 16 * (i % 2)], at);
+                }
             __syncthreads();
         }
         #pragma unroll
@@ -196,7 +205,8 @@ template <class I> DEVICE void finish_all(const Arguments& a, const Finish& f) {
         for (unsigned column = threadIdx.x; column < f.columns; column += blockDim.x) {
             double sum = to_double(f.product[row * f.columns + column]);
             if (unscale) {
-                const int other = s.own_columns[right] ? own_exponent<Operand>(columns[column]) : s.exponent[right];
+                const int own = own_exponent<Operand>(columns[column]);
+                const int other = s.own_columns[right] ? own : s.exponent[right];
                 sum = times(sum, power_of_two_wide(-left - other));
             }
             put<I>(f, row, column, sum);
@@ -204,7 +214,7 @@ template <class I> DEVICE void finish_all(const Arguments& a, const Finish& f) {
     }
 }
 
-// ---- biases ------------------------------------------------------------------------------------------------
+// ---- biases -----------------------------------------------------------------------------------------------
 
 struct Biases { char* to[3]; long long step[3]; };  // null where not wanted
 

@@ -1,15 +1,19 @@
-// Scales of the operands: powers of two, guessed from a sample, then judged by the maxima of rows and columns.
+// Scales of the operands: powers of two, guessed from a sample, judged by the maxima of rows and columns.
 //
 // A 16-bit operand keeps its significand where the scaled maxima of the rows of the left matrix and of the
 // columns of the right one lie in [2^low, 2^(high+1)): what underflows is then below 2^-20 of them. One scale
 // for a matrix if that is so; else rows or columns have their own, which can always be.
 //
-// That is normwise. Where the left matrix is small just where the right one is large, and the other way round,
-// all that matters may underflow; such products are computed anew in float32.
+// That is normwise. Where the left matrix is small just where the right one is large, and the other way
+// round, all that matters may underflow; such products are computed anew in float32.
 
 template <class Operand> struct Window;
-template <> struct Window<Float16> { static constexpr int low = -4, high = 14, guess = 7, target = 14, kept = 19; };
-template <> struct Window<BFloat16> { static constexpr int low = -20, high = 40, guess = 10, target = 20, kept = 120; };
+template <> struct Window<Float16> {
+    static constexpr int low = -4, high = 14, guess = 7, target = 14, kept = 19;
+};
+template <> struct Window<BFloat16> {
+    static constexpr int low = -20, high = 40, guess = 10, target = 20, kept = 120;
+};
 
 constexpr unsigned INFINITE = 0x7f800000u, SMALLEST_NORMAL = 0x00800000u, NOTHING = 0xffffffffu;
 
@@ -20,9 +24,12 @@ DEVICE unsigned finite_bits(float x) {
     return bits < INFINITE ? bits : 0;
 }
 DEVICE int exponent_of(unsigned bits) {  // floor(log2 |x|), x not 0
-    return bits >= SMALLEST_NORMAL ? static_cast<int>(bits >> 23) - 127 : 31 - __clz(static_cast<int>(bits)) - 149;
+    if (bits >= SMALLEST_NORMAL) return static_cast<int>(bits >> 23) - 127;
+    return 31 - __clz(static_cast<int>(bits)) - 149;
 }
-DEVICE float power_of_two(int exponent) { return bits_as<float>(static_cast<unsigned>(exponent + 127) << 23); }
+DEVICE float power_of_two(int exponent) {
+    return bits_as<float>(static_cast<unsigned>(exponent + 127) << 23);
+}
 DEVICE double power_of_two_wide(int exponent) {
     return bits_as<double>(static_cast<unsigned long long>(exponent + 1023) << 52);
 }
@@ -59,17 +66,19 @@ DEVICE Range range_of_block(unsigned largest, unsigned smallest) {
     return {most_of_warp(shared[0][lane]), ~most_of_warp(~shared[1][lane])};
 }
 
-// ---- the guess ---------------------------------------------------------------------------------------------
+// ---- the guess --------------------------------------------------------------------------------------------
 
 constexpr int SAMPLES = 4;  // a thread
 
 // Rows evenly spread, columns at random.
-template <class Source> DEVICE void guess(const Arguments& a, int matrix, long long rows, long long columns, int place) {
+template <class Source> DEVICE void guess(
+    const Arguments& a, int matrix, long long rows, long long columns, int place) {
     unsigned largest = 0;
     #pragma unroll 1
     for (unsigned i = threadIdx.x; i < SAMPLES * DECIDERS && rows && columns; i += DECIDERS) {
+        const unsigned column = i * 2654435761u % static_cast<unsigned>(columns);
         float x[1];
-        Source(a, i * 2654435761u % static_cast<unsigned>(columns)).read(static_cast<unsigned>(i * rows / (SAMPLES * DECIDERS)), x);
+        Source(a, column).read(static_cast<unsigned>(i * rows / (SAMPLES * DECIDERS)), x);
         largest = most(largest, finite_bits(x[0]));
     }
     const Range range = range_of_block(largest, NOTHING);
@@ -80,7 +89,8 @@ template <class Source> DEVICE void guess(const Arguments& a, int matrix, long l
 }
 
 template <class I> DEVICE void qkv_guess_of(const Arguments& a) {
-    for (long long i = blockIdx.x * DECIDERS + threadIdx.x; i < a.measured; i += gridDim.x * DECIDERS) a.d_rows[i] = 0;
+    for (long long i = blockIdx.x * DECIDERS + threadIdx.x; i < a.measured; i += gridDim.x * DECIDERS)
+        a.d_rows[i] = 0;
     if (blockIdx.x) return;
     constexpr int place = Window<typename I::Operand>::guess;
     guess<Gradients<I, 1>>(a, D, a.tokens, a.width, place);
@@ -88,7 +98,7 @@ template <class I> DEVICE void qkv_guess_of(const Arguments& a) {
     if (a.wanted[HIDDEN]) guess<Weights<I, 1>>(a, W, a.width, a.hidden_size, place);
 }
 
-// ---- the verdict -------------------------------------------------------------------------------------------
+// ---- the verdict ------------------------------------------------------------------------------------------
 
 DEVICE Range range_of(const unsigned* maxima, long long count) {
     unsigned largest = 0, smallest = NOTHING;
@@ -106,7 +116,8 @@ template <class Operand> DEVICE bool fits(Range range, int exponent) {
         && exponent_of(range.smallest) + exponent >= Window<Operand>::low;
 }
 
-// Keep the guess, take the exact scale, or give up one scale for the matrix; the last for rows and columns apart.
+// Keep the guess, take the exact scale, or give up one scale for the matrix; the last for rows and columns
+// apart.
 template <class Operand> DEVICE void decide(
     State& s, int matrix, Range rows, Range columns, bool& own_rows, bool& own_columns) {
     const int guessed = s.exponent[matrix];
@@ -125,7 +136,8 @@ template <class Operand> DEVICE void decide(
 template <class Operand> DEVICE void decide_product(State& s, int product, int right, bool own) {
     const int exponent = -(s.exponent[D] + s.exponent[right]);
     s.own[product] = own;
-    s.unscale[product] = own || s.own_columns[right] || exponent < -107 - 2 * Window<Operand>::low || exponent > 127;
+    const bool finer = own || s.own_columns[right];
+    s.unscale[product] = finer || exponent < -107 - 2 * Window<Operand>::low || exponent > 127;
     s.alpha[product] = s.unscale[product] ? 1.0f : power_of_two(exponent);
 }
 
@@ -134,7 +146,8 @@ template <class Operand> DEVICE void decide_product(State& s, int product, int r
 template <class Operand> DEVICE bool reciprocal(const unsigned* left, const unsigned* right, long long count,
                                                 unsigned most_left, unsigned most_right) {
     constexpr int kept = Window<Operand>::kept, shift = 512;
-    const int top_left = most_left ? exponent_of(most_left) : 0, top_right = most_right ? exponent_of(most_right) : 0;
+    const int top_left = most_left ? exponent_of(most_left) : 0;
+    const int top_right = most_right ? exponent_of(most_right) : 0;
     unsigned product = 0, lost = 0;
     for (long long i = threadIdx.x; i < count; i += DECIDERS) {
         if (!left[i] || !right[i]) continue;
@@ -155,8 +168,10 @@ template <class I> DEVICE void qkv_judge_of(const Arguments& a) {
     const Range d_rows = range_of(a.d_rows, a.tokens), d_columns = range_of(a.d_columns, a.width);
     const Range x = weights ? range_of(a.x_columns, a.hidden_size) : none;
     const Range w = hidden ? range_of(a.w_columns, a.hidden_size) : none;
-    const bool anew_hidden = hidden && reciprocal<Operand>(a.d_columns, a.w_rows, a.width, d_columns.largest, w.largest);
-    const bool anew_weights = weights && reciprocal<Operand>(a.d_rows, a.x_rows, a.tokens, d_rows.largest, x.largest);
+    const bool anew_hidden =
+        hidden && reciprocal<Operand>(a.d_columns, a.w_rows, a.width, d_columns.largest, w.largest);
+    const bool anew_weights =
+        weights && reciprocal<Operand>(a.d_rows, a.x_rows, a.tokens, d_rows.largest, x.largest);
     if (threadIdx.x) return;
     State& s = *a.state;
     s.recompute[HIDDEN] = anew_hidden;
