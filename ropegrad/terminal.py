@@ -18,14 +18,14 @@ from ropegrad.info import info
 from ropegrad.suites import SUITES
 from ropegrad.verify.cases import EDGE_CASES
 from ropegrad.verify.check import Verdict
-from ropegrad.verify.conformance import DRAWS, Row, cannot_run, edge_rows, own_backends, suite_rows
+from ropegrad.verify.conformance import DRAWS, Row, backends_of, cannot_run, edge_rows, suite_rows
 
 
 def verify(console: Console, suite: str, backend: str | None, *, quick: bool, json_file: Path | None) -> int:
     """Judge the backends; exit status 0 right, 1 wrong, 2 could not be judged."""
     ops = list(SUITES) if suite == "all" else [suite]
     try:
-        backends = _backends(backend)
+        backends = _backends(console, ops, backend)
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.open("ab").close()  # a report that cannot be written is better known before than after
@@ -33,7 +33,8 @@ def verify(console: Console, suite: str, backend: str | None, *, quick: bool, js
         console.print(f"ropegrad verify: {error}", style="bold red", highlight=False)
         return 2
     start = time.perf_counter()
-    rows = {op: _run(console, op, backends, quick=quick) for op in ops}
+    ops = list(backends)
+    rows = {op: _run(console, op, names, quick=quick) for op, names in backends.items()}
     everything = [row for op in ops for kind in rows[op] for row in kind]
     for op in ops:
         _show_suite(console, op, rows[op][1])
@@ -47,14 +48,18 @@ def verify(console: Console, suite: str, backend: str | None, *, quick: bool, js
     return 1 if failed else 0
 
 
-def _backends(name: str | None) -> list[str]:
-    spec = next(iter(SUITES["rope"]().values()))
+def _backends(console: Console, ops: list[str], name: str | None) -> dict[str, list[str]]:
+    """By operation the backends to judge; SpecError if the one that is asked for can run none of them."""
     if name is None:
-        return own_backends(spec)
-    reason = cannot_run(find(name), spec)
-    if reason is not None:
-        raise SpecError(f"backend {name!r} cannot run here: {reason}")
-    return [name]
+        return {op: backends_of(op) for op in ops}
+    backend = find(name)
+    reasons = {op: cannot_run(backend, next(iter(SUITES[op]().values()))) for op in ops}
+    if all(reasons.values()):
+        raise SpecError(f"backend {name!r} cannot run here: {next(iter(reasons.values()))}")
+    for op, reason in reasons.items():
+        if reason:
+            console.print(f"{op} is left out: {name} cannot run it: {reason}", highlight=False)
+    return {op: [name] for op, reason in reasons.items() if not reason}
 
 
 def _run(console: Console, op: str, backends: list[str], *, quick: bool) -> tuple[list[Row], list[Row]]:

@@ -22,9 +22,8 @@ from ropegrad.bench import evidence
 from ropegrad.bench.evidence import Evidence, Outcome
 from ropegrad.bench.run import digest
 from ropegrad.bench.suite import TIMED
-from ropegrad.suites import SUITES
 from ropegrad.tiles import cores
-from ropegrad.verify.conformance import NAMESPACES, own_backends
+from ropegrad.verify.conformance import NAMESPACES, backends_of
 
 LIMIT = 480  # seconds a step
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning")
@@ -50,8 +49,7 @@ class Step(NamedTuple):
 
 def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
     """What a stage runs: each backend on CuPy arrays, on its own."""
-    spec = next(iter(SUITES["rope"]().values()))
-    backends = [name for name in own_backends(spec) if NAMESPACES.get(name) == "cupy"]
+    backends = [name for name in backends_of("rope") if NAMESPACES.get(name) == "cupy"]
     for name in backends:
         if stage == "tests":
             yield Step(
@@ -60,7 +58,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
         elif stage == "verify":
             judge = ("-m", "ropegrad", "verify", "--backend", name)
             yield Step(f"verify {name}", name, (*judge, "--json", str(out / f"verify-{stem}-{name}.json")))
-            fuzz = ("analysis/fuzz.py", name, "3500", str(out / f"fuzz-{stem}-{name}.jsonl"))
+            fuzz = ("analysis/fuzz.py", name, "7000", str(out / f"fuzz-{stem}-{name}.jsonl"))
             yield Step(f"fuzz {name}", name, fuzz)
         elif stage == "sanitize":
             for tool in TOOLS:

@@ -36,7 +36,7 @@ def test_a_campaign_counts_what_it_judged():
     need("numba", "cpu")
     found = survey("rope", BACKENDS, 40, 7)
     assert found["examples"] == 40
-    assert 20 < found["specs"] <= 40
+    assert 20 < len(found["specs"]) <= 40
     assert set(found["worst_error_over_bound"]) == set(BACKENDS)
     assert all(0 < max(worst.values()) <= 1 for worst in found["worst_error_over_bound"].values())
 
@@ -62,6 +62,8 @@ def test_twenty_thousand_problems(request):
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "command": "python3 scripts/test --long tests/test_campaign.py",
         })  # fmt: skip
+    for row in rows:
+        row["specs"] = len(row["specs"])
     assert sum(row["specs"] for row in rows) >= 20_000, [row["specs"] for row in rows]
     CAMPAIGN.parent.mkdir(parents=True, exist_ok=True)
     CAMPAIGN.write_text("".join(json.dumps(row) + "\n" for row in rows))

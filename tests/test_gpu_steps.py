@@ -109,13 +109,13 @@ def test_a_missing_tool_is_no_fault_of_the_code(here, monkeypatch):
 
 
 def test_the_steps_of_every_stage():
-    monkey = gpu_steps.own_backends
-    gpu_steps.own_backends = lambda spec: ["numpy_tiled", "cupy_plain"]
+    right = gpu_steps.backends_of
+    gpu_steps.backends_of = lambda op: ["numpy_tiled", "cupy_plain"]
     try:
         names = [step.name for stage in ("tests", "verify", "sanitize", "time")
                  for step in gpu_steps.steps(stage, Path("out"), "gpu", "abc")]  # fmt: skip
     finally:
-        gpu_steps.own_backends = monkey
+        gpu_steps.backends_of = right
     assert names == [
         "tests cupy_plain", "tests cupy_tensor", "verify cupy_plain", "fuzz cupy_plain",
         "memcheck cupy_plain", "racecheck cupy_plain", "initcheck cupy_plain", "memcheck cupy_tensor",

@@ -30,12 +30,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """All steps of a device, by name; reasons for what is published though stale."""
+    """All steps of a device, by name; reasons for steps and for files of records published though stale."""
 
     device: str
     driver: str
     steps: dict[str, Outcome] = {}
     stale: dict[str, str] = {}
+    stale_files: dict[str, str] = {}
 
     def is_current(self, step: str) -> bool:
         """Whether the step was run with today's code."""

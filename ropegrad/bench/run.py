@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ DECIDES: dict[str, tuple[str, ...]] = {
 }
 
 
+@functools.cache
 def digest(backend: str) -> str:
     """Of the code that a backend's figures depend on."""
     package = Path(__file__).resolve().parent.parent

@@ -62,8 +62,16 @@ def own_backends(spec: RopeSpec | QkvSpec) -> list[str]:
 def cannot_run(backend: Backend, spec: RopeSpec | QkvSpec) -> str | None:
     """Why a backend cannot run arrays of its own namespace here; None if it can."""
     namespace = NAMESPACES.get(backend.name, "numpy")
-    geometry = replace(spec if isinstance(spec, RopeSpec) else spec.rope, namespace=namespace)
-    return backend.why_not(geometry) or (no_gpu() if namespace == "cupy" else None)
+    if isinstance(spec, RopeSpec):
+        asked: RopeSpec | QkvSpec = replace(spec, namespace=namespace)
+    else:
+        asked = replace(spec, rope=replace(spec.rope, namespace=namespace))
+    return backend.why_not(asked) or (no_gpu() if namespace == "cupy" else None)
+
+
+def backends_of(op: str) -> list[str]:
+    """Names of the backends that can run an operation here."""
+    return own_backends(next(iter(SUITES[op]().values())))
 
 
 def suite_rows(op: str, backends: list[str], progress: Progress) -> Iterator[Row]:

@@ -21,7 +21,7 @@ SPECS: dict[str, Callable[[], st.SearchStrategy[Any]]] = {"rope": rope_specs, "q
 def survey(op: str, backends: list[str], examples: int, number: int) -> dict[str, Any]:
     """Judge so many problems of one operation on all backends; `number` seeds the draw.
 
-    Returns examples drawn, different specs among them, and the worst error/bound of every output. Raises
+    Returns examples drawn, the different specs among them, the worst error/bound of every output. Raises
     AssertionError with the findings of the smallest problem that a backend gets wrong.
     """
     seen: set[Any] = set()
@@ -49,5 +49,5 @@ def survey(op: str, backends: list[str], examples: int, number: int) -> dict[str
 
     body()
     return {
-        "op": op, "examples": drawn, "specs": len(seen), "seed": number, "worst_error_over_bound": worst,
+        "op": op, "examples": drawn, "specs": seen, "seed": number, "worst_error_over_bound": worst,
     }  # fmt: skip
