@@ -18,16 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def published(root: Path = ROOT) -> list[Path]:
-    """Files of records in analysis/results: of a device all records, or else its limits alone."""
-    files = sorted((root / "analysis" / "results").glob("*.jsonl"))
-    names = {file.stem for file in files}
-    return [
-        file
-        for file in files
-        if file.stem != "campaign"
-        and not file.stem.endswith("-again")
-        and not (file.stem.startswith("limits-") and file.stem.removeprefix("limits-") in names)
-    ]
+    """Files of a device's times in analysis/results, its limits first: what was timed again later counts."""
+    files = (root / "analysis" / "results").glob("*.jsonl")
+    others = ("campaign", "plain-kernels")  # not of the suites
+    return sorted(
+        (file for file in files if not file.stem.startswith(others) and not file.stem.endswith("-again")),
+        key=lambda file: (not file.stem.startswith("limits-"), file.name),
+    )
 
 
 def main(name: str, arguments: Sequence[str]) -> None:

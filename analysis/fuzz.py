@@ -30,8 +30,7 @@ def main(backend: str, examples: str = "7000", file: str = "") -> int:
         rows = list(pool.map(survey, *zip(*jobs, strict=True)))
     specs = set().union(*(row["specs"] for row in rows))
     if file:
-        lines = (json.dumps(row | {"specs": len(row["specs"])}) for row in rows)
-        Path(file).write_text("".join(f"{line}\n" for line in lines))
+        Path(file).write_text(json.dumps([row | {"specs": len(row["specs"])} for row in rows], indent=1))
     worst = max(max(row["worst_error_over_bound"][backend].values()) for row in rows)
     drawn = sum(row["examples"] for row in rows)
     print(f"{backend}: {drawn} problems of {' and '.join(ops)}, {len(specs)} specs, worst {worst:.6f}")

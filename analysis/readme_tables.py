@@ -50,9 +50,7 @@ def block(found: list[Setting]) -> str:
                 f'<img alt="{said.partition(":")[0]}, {setting.device}" src="{path}-light.png"></picture>\n\n'
                 f"{said}\n"
             )
-    if any(setting.points for setting in found):
-        parts.append(published_best())
-    return "\n".join(parts)
+    return "\n".join([*parts, published_best(found)]).rstrip() + "\n"
 
 
 def parts(readme: str) -> tuple[str, str, str]:
@@ -87,6 +85,8 @@ def _digest(path: Path) -> str | None:
 
 def write(root: Path = ROOT) -> None:
     """Both anew."""
+    readme = root / "README.md"
+    before, _, after = parts(readme.read_text("utf-8"))
     found, folder = settings(root), root / "analysis" / "figures"
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.png"):
@@ -96,8 +96,6 @@ def write(root: Path = ROOT) -> None:
             drawn = draw(setting, name, COMMAND)
             assert drawn is not None, "a figure that can be described can be drawn"
             write_pictures(drawn, folder, stem(setting.device))
-    readme = root / "README.md"
-    before, _, after = parts(readme.read_text("utf-8"))
     readme.write_text(before + BEGIN + block(found) + END + after, "utf-8")
 
 

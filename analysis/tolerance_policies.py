@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ropegrad.verify.battery import battery
+from ropegrad.verify.calling import named
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import Examination, broken_rules
 from ropegrad.verify.oracle import expected
@@ -62,12 +63,11 @@ def passes(function: Any, contract: Contract, recipe: Recipe, policy: Close) -> 
     outputs = [_room(shape, dtype) for shape, dtype in forms] if contract.dps else []
     try:
         found = function(*arrays, *outputs)
-        results = outputs if contract.dps else found
-        results = results if isinstance(results, (tuple, list)) else [results]
-        if len(results) != len(exact):
+        results = dict(zip(exact, outputs, strict=True)) if contract.dps else named(found, tuple(exact))
+        if isinstance(results, str):
             return False
-        pairs = zip(results, exact.values(), strict=True)
-        return all(g.shape == e.value.shape and policy(g, e.value) for g, e in pairs)
+        pairs = [(results[name], one.value) for name, one in exact.items()]
+        return all(g.shape == e.shape and policy(g, e) for g, e in pairs)
     except Exception:
         return False
 

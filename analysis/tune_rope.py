@@ -203,7 +203,7 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool, only: bool) -> li
     first = timed(configs, ceiling, 8)
     ranked = sorted(configs, key=lambda key: first[key].median_us)
     more = right(refined([configs[key] for key in ranked[:3]]))
-    second = timed(more, {}, 8)
+    second = timed(more, {}, 8) if more else {}
     configs |= more
     ranked = sorted(configs, key=lambda key: {**first, **second}[key].median_us)
     fastest = sorted(ceiling, key=lambda key: first[key].median_us)[:3]

@@ -148,7 +148,7 @@ def verify(
     """Judge gradients: every element of every output, against an exact oracle.
 
     With TARGET, a function of yours: package.module:function or path/to/file.py:function. It is called with
-    the problem's inputs in the problem's order, in a process of its own, on some hundred problems; a wrong
+    the problem's inputs in the problem's order, in a process of its own, on dozens of problems; a wrong
     one gets its fault named. Without TARGET, ropegrad's own backends: the named edge cases and the 16 + 16
     workloads of benchmark problems 068 (rope) and 064 (qkv), on inputs as the benchmark draws them and as
     training sees them. Exit status: 0 right, 1 wrong, 2 could not be judged.
@@ -277,6 +277,7 @@ def bench(
         Path | None, cyclopts.Parameter(help="Write the records to this file, one a line.")
     ] = None,
     commit: str | None = None,
+    reproduce: Path | None = None,
 ) -> int:
     """How fast the CPU backends are, beside a copy of the same bytes and beside NumPy, PyTorch and JAX.
 
@@ -295,10 +296,16 @@ def bench(
         Calls that are timed of each contender; the median is shown.
     commit
         Recorded as the code's commit; default: what git says.
+    reproduce
+        A file of records: measure its cases again, on as many threads or on the GPU that is here, and show
+        old, new and ratio. Exit status 0 if every time is within 3 % or 0.3 µs, else 1.
     """
     from ropegrad.bench.cpu_terminal import show
+    from ropegrad.bench.reproduce_terminal import reproduce as again
     from ropegrad.tiles import cores
 
+    if reproduce is not None:
+        return again(Screen(), reproduce, samples=samples, json_file=json, commit=commit)
     count = cores() if threads is None else threads
     return show(Screen(), suite, case=case, threads=count, samples=samples, json_file=json, commit=commit)
 

@@ -58,7 +58,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
         elif stage == "verify":
             judge = ("-m", "ropegrad", "verify", "--backend", name)
             yield Step(f"verify {name}", name, (*judge, "--json", str(out / f"verify-{stem}-{name}.json")))
-            fuzz = ("analysis/fuzz.py", name, "7000", str(out / f"fuzz-{stem}-{name}.jsonl"))
+            fuzz = ("analysis/fuzz.py", name, "7000", str(out / f"fuzz-{stem}-{name}.json"))
             yield Step(f"fuzz {name}", name, fuzz)
         elif stage == "sanitize":
             for tool in TOOLS:

@@ -80,7 +80,7 @@ def leaves(*arrays):
 
 
 def eats_memory(*arrays):
-    np.ones(1 << 40)
+    np.ones(1 << 28)  # 2 GiB
 
 
 def prints(*arrays):

@@ -26,7 +26,7 @@ def is_current(path):
 def test_published_times_are_of_todays_code(path):
     held = evidence.read(path)
     stem = path.name.removesuffix(".evidence.json")
-    published = [file for file in RESULTS.glob(f"*{stem}*.jsonl") if not file.name.startswith("fuzz-")]
+    published = list(RESULTS.glob(f"*{stem}*.jsonl"))
     assert RESULTS / f"{stem}.jsonl" in published
     for file in published:
         assert all(record.passed and not record.invalid for record in records.read(file)), file.name

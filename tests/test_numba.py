@@ -66,6 +66,31 @@ def test_a_large_problem_repeats_bit_for_bit_on_any_number_of_threads(spec):
         assert same_bits(first, NumbaCpu(threads=threads).rope_backward(spec, inputs, None))
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_streamed_rows_are_all_written_and_nothing_beside_them(layout, start):
+    """Rows of 96 bytes, which never end where a cache line does, at any alignment."""
+    spec = dataclasses.replace(BIG, seq=90, head_dim=24, rotary_dim=24, layout=layout, needs=("q", "k"))
+    case = make_case(spec, 4)
+    sides, buffers = [], []
+    for side, heads in (("q", 8), ("k", 4)):
+        shape = spec.head_shape(heads)
+        buffers.append(np.full(np.prod(shape) + 16, np.nan, np.float32))
+        out = buffers[-1][start : start + np.prod(shape)].reshape(shape)
+        sides.append((case.inputs[f"grad_{side}_embed"], case.inputs[side], out))
+    right = run_backend(case, "numba_cpu")
+    for tile in (1, 7, 64):
+        plan = dataclasses.replace(
+            numba_call.plan_backward(spec, tuple(sides), threads=1), tile=tile, streams=True
+        )
+        for buffer in buffers:
+            buffer[...] = np.nan
+        numba_call.run(numba_cpu.compiled(), plan, tuple(sides), case.inputs, {})
+        for (_, _, out), buffer, name in zip(sides, buffers, ("grad_q", "grad_k"), strict=True):
+            assert out.tobytes() == right[name].tobytes()
+            assert np.isnan(buffer).sum() == 16
+
+
 def test_needs_and_out_change_no_bit():
     arrays = list(make_case(BIG, 5).inputs.values())
     full = rg.rope_backward(*arrays, backend="numba_cpu")
@@ -147,7 +172,7 @@ def test_an_error_on_any_thread_reaches_the_caller(monkeypatch):
     main = threading.current_thread()
 
     class Broken:
-        Rows, Side, Problem = loop.Rows, loop.Side, loop.Problem
+        Rows, Side, Problem, BUFFER = loop.Rows, loop.Side, loop.Problem, loop.BUFFER
 
         @staticmethod
         def run(*arguments):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ropegrad as rg
-from ropegrad.repeats import key_of
+from ropegrad.repeats import Last, key_of
 from ropegrad.spec import RopeSpec
 from ropegrad.verify.draws import make_case
 from ropegrad.verify.runners import options
@@ -110,6 +110,23 @@ def test_a_call_is_known_by_everything_that_could_change_it():
     ]
     keys = [key_of(*call) for call in calls]
     assert [known(*call) for call in calls] == list(range(len(calls)))
+
+
+class Thing:
+    """Something that can be referred to weakly."""
+
+
+def test_the_last_call_is_known_by_its_arrays_as_long_as_they_live():
+    last, launches = Last(), []
+    a, b, c = Thing(), Thing(), Thing()
+    assert not last.call((a, None, b))
+    last.keep((a, None, b), lambda: launches.append(1))
+    assert last.call((a, None, b))
+    for other in ((a, None, c), (a, b, None), (None, a, b), (a, None), (a, None, b, None), (b, None, a)):
+        assert not last.call(other)
+    del b
+    assert not last.call((a, None, None))
+    assert launches == [1]
 
 
 @pytest.mark.parametrize("out", [None, [on_device()], (np.zeros(1),), (object(),)])

@@ -16,6 +16,7 @@ from ropegrad.tiles import channels
 SMALL = 1 << 16  # channels that NumPy is through with before compiled code is loaded
 
 BACKENDS: tuple[Backend, ...] = (NumbaCpu(), NumpyTiled(), CupyFused(), CupyTensor(), CupyPlain(), Portable())
+_COMPILED_LAST = tuple(sorted(BACKENDS, key=lambda backend: isinstance(backend, NumbaCpu)))
 
 
 def find(name: str) -> Backend:
@@ -29,9 +30,7 @@ def find(name: str) -> Backend:
 
 def order(spec: RopeSpec | QkvSpec) -> tuple[Backend, ...]:
     """The backends, the first choice for a problem of this size first."""
-    if channels(spec) >= SMALL:
-        return BACKENDS
-    return tuple(sorted(BACKENDS, key=lambda backend: isinstance(backend, NumbaCpu)))
+    return BACKENDS if channels(spec) >= SMALL else _COMPILED_LAST
 
 
 def why_behind(other: Backend, chosen: Backend, spec: RopeSpec | QkvSpec) -> str:

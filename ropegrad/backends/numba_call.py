@@ -88,7 +88,9 @@ def plan_rotation(
 
 
 def _large(spec: RopeSpec) -> bool:
-    return channels(spec) * numpy_dtype(spec.dtype).itemsize >= STREAM
+    """Too large for the cache; where rows are converted or woven, that takes longer than writing them."""
+    as_is = spec.dtype == spec.compute and spec.pairing == "half"
+    return as_is and channels(spec) * numpy_dtype(spec.dtype).itemsize >= STREAM
 
 
 def _schedule(
@@ -131,7 +133,8 @@ def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grad
     operands += [_table(loop, plan, grads.get(f"grad_{name}")) for name in ("cos", "sin")]
     step = max(-(-plan.jobs // (plan.workers * SHARES if plan.workers > 1 else 1)), 1)
     waiting = deque(range(0, plan.jobs, step))
-    size = zero.itemsize * (4 * spec.rotary_dim * plan.tile + 4 * spec.rotary_dim + 2 * spec.head_dim)
+    rows = 4 * spec.rotary_dim * plan.tile + 5 * spec.rotary_dim + 2 * spec.head_dim
+    size = rows * zero.itemsize + loop.BUFFER
 
     def share() -> None:
         scratch = np.empty(size, np.uint8)

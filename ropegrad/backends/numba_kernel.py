@@ -19,6 +19,7 @@ from ropegrad.backends import numba_numbers
 from ropegrad.backends.numba_numbers import (
     FLOAT32,
     FLOAT64,
+    copy,
     fence,
     give,
     load,
@@ -30,6 +31,7 @@ from ropegrad.backends.numba_numbers import (
     write,
 )
 
+BUFFER = 1 << 12  # bytes of results that wait to be streamed
 _U16, _U32, _U64 = np.uint16(0), np.uint32(0), np.uint64(0)
 
 
@@ -195,9 +197,12 @@ def write_sums(p, rows, b, start, stop, sums, w, spare, zero):
 
 
 @njit(inline="always")
-def do_row(p, side, g, x, d, tables, sums, spare, w, zero):
-    """One row of one head, given its addresses: terms of the tables' gradients, then its own gradient."""
-    n, size = p.pairs, size_of(side.result.kind)
+def do_row(p, side, g, x, d, to, tables, sums, spare, w, zero):
+    """One row of one head, given its addresses: terms of the tables' gradients, then its own gradient.
+
+    The rotated channels go to `to`: d, or a buffer where they stand side by side.
+    """
+    n, r = p.pairs, side.result
     in_place = side.grad.kind == p.compute and side.grad.channel == p.item and not p.interleaved
     g1, g2 = g, g + w
     if not in_place or g == d:
@@ -211,50 +216,65 @@ def do_row(p, side, g, x, d, tables, sums, spare, w, zero):
         add_products(sums, g1, g2, x1, x2, n, w, zero)
     if not side.wanted:
         return
-    r = side.result
-    streams = p.stream and r.channel == size and (d | 2 * n * size) & 15 == 0 and d != g and d != x
-    direct = r.kind == p.compute and r.channel == size and not p.interleaved and not p.accumulate
-    if direct and not streams:
-        rotate(g1, g2, tables, d, d + w, n, w, zero)
+    if r.kind == p.compute and r.channel == p.item and not p.interleaved and not p.accumulate:
+        rotate(g1, g2, tables, to, to + w, n, w, zero)
     else:
         rotate(g1, g2, tables, spare + 4 * w, spare + 5 * w, n, w, zero)
         source = whole(p.interleaved, spare + 4 * w, n, w, spare + 6 * w, zero)
         if p.accumulate:
-            store_sum(r.kind, source, d, r.channel, 2 * n, spare, zero)
-        elif not streams:
-            store(r.kind, source, d, r.channel, 2 * n, zero)
-        elif r.kind == p.compute:
-            stream(d, source, 2 * n * size)
+            store_sum(r.kind, source, to, r.channel, 2 * n, spare, zero)
         else:
-            store(r.kind, source, spare, size, 2 * n, zero)
-            stream(d, spare, 2 * n * size)
-    rest, g, d = p.dim - 2 * n, g + 2 * n * side.grad.channel, d + 2 * n * r.channel
-    if rest == 0:
-        return
-    if r.kind == side.grad.kind and not p.accumulate:
-        move(size, g, side.grad.channel, d, r.channel, rest)
-        return
-    load(side.grad.kind, g, side.grad.channel, rest, spare, zero)
-    if p.accumulate:
-        store_sum(r.kind, spare, d, r.channel, rest, spare + rest * p.item, zero)
-    else:
-        store(r.kind, spare, d, r.channel, rest, zero)
+            store(r.kind, source, to, r.channel, 2 * n, zero)
+    if p.dim > 2 * n:
+        pass_through(p, side, g + 2 * n * side.grad.channel, d + 2 * n * r.channel, spare, zero)
 
 
 @njit
-def do_side(p, side, b, start, stop, tables, sums, spare, w, zero):
-    """All heads of q or k, of one batch's tokens start … stop."""
+def pass_through(p, side, g, d, spare, zero):
+    """The channels past the rotary width: bit for bit, unless they are added or the dtype changes."""
+    n, step, r = p.dim - 2 * p.pairs, side.grad.channel, side.result
+    if r.kind == side.grad.kind and not p.accumulate:
+        move(size_of(r.kind), g, step, d, r.channel, n)
+        return
+    load(side.grad.kind, g, step, n, spare, zero)
+    if p.accumulate:
+        store_sum(r.kind, spare, d, r.channel, n, spare + n * p.item, zero)
+    else:
+        store(r.kind, spare, d, r.channel, n, zero)
+
+
+@njit
+def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
+    """All heads of q or k, of one batch's tokens start … stop.
+
+    Rows to be streamed wait in the buffer until they make whole lines: the next row's memory often follows.
+    """
     g, x, d = side.grad, side.x, side.result
+    size = 2 * p.pairs * size_of(d.kind)
+    streams = p.stream and side.wanted and d.channel == size_of(d.kind) and p.dim == 2 * p.pairs
+    begin, held = 0, 0
     for h in range(side.heads):
         for s in range(start, stop):
             offset = (s - start) * 4 * w
-            do_row(
-                p, side,
-                g.address + b * g.batch + h * g.head + s * g.token,
-                x.address + b * x.batch + h * x.head + s * x.token,
-                d.address + b * d.batch + h * d.head + s * d.token,
-                tables + offset, sums + offset, spare, w, zero,
-            )  # fmt: skip
+            g_row = g.address + b * g.batch + h * g.head + s * g.token
+            x_row = x.address + b * x.batch + h * x.head + s * x.token
+            d_row = d.address + b * d.batch + h * d.head + s * d.token
+            to, waits = d_row, streams and d_row != g_row and d_row != x_row
+            if waits:
+                if d_row != begin + held:
+                    done = stream(begin, buffer, held)
+                    copy(begin + done, buffer + done, held - done)
+                    begin, held = d_row, 0
+                to = buffer + held
+            do_row(p, side, g_row, x_row, d_row, to, tables + offset, sums + offset, spare, w, zero)
+            if waits:
+                held += size
+                if held >= BUFFER:
+                    done = stream(begin, buffer, held)
+                    copy(buffer, buffer + done, held - done)
+                    begin, held = begin + done, held - done
+    done = stream(begin, buffer, held)
+    copy(begin + done, buffer + done, held - done)
 
 
 @njit
@@ -262,6 +282,7 @@ def do_jobs(p, q, k, cos, sin, grad_cos, grad_sin, first, last, scratch, zero):
     """Jobs first … last: tokens of one batch or, where batches share table rows, of all."""
     n, w, tiles = p.pairs, p.pairs * p.item, -(-p.seq // p.tile)
     tables, sums, spare = scratch, scratch + 4 * w * p.tile, scratch + 8 * w * p.tile
+    buffer = spare + 8 * w + 2 * p.dim * p.item
     for job in range(first, last):
         start = job % tiles * p.tile
         stop = min(start + p.tile, p.seq)
@@ -271,8 +292,8 @@ def do_jobs(p, q, k, cos, sin, grad_cos, grad_sin, first, last, scratch, zero):
         for i in range(4 * n * (stop - start)):
             write(sums, i, zero)
         for b in range(0 if p.shared else own, p.batch if p.shared else own + 1):
-            do_side(p, q, b, start, stop, tables, sums, spare, w, zero)
-            do_side(p, k, b, start, stop, tables, sums, spare, w, zero)
+            do_side(p, q, b, start, stop, tables, sums, spare, buffer, w, zero)
+            do_side(p, k, b, start, stop, tables, sums, spare, buffer, w, zero)
         if p.cos:
             write_sums(p, grad_cos, own, start, stop, sums, w, spare, zero)
         if p.sin:

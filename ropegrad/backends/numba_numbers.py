@@ -15,7 +15,7 @@ from numba.core.extending import intrinsic, overload
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)  # what is stored at an address
 _F32, _F64, _BF16, _F16 = np.float32(0), np.float64(0), np.uint16(0), np.int16(0)  # as it is stored
-_U32 = np.uint32(0)
+_U8, _U32 = np.uint8(0), np.uint32(0)
 _STEP, _HALF = np.float32(2.0**-24), np.float32(0.5)  # float16's smallest number; a float32 with steps of it
 
 
@@ -108,13 +108,24 @@ def fence(context: Any) -> Any:
 
 
 @njit
-def stream(to, source, size):
-    """Copy `size` bytes past the cache: memory is not read first, as it is for a part of a cache line.
+def copy(to, source, size):
+    """Copy `size` bytes."""
+    for i in range(size):
+        write(to, i, read(source, i, _U8))
 
-    Address and size are multiples of 16.
+
+@njit
+def stream(to, source, size):
+    """Copy past the cache all but a part of a last line; the number of bytes that are done.
+
+    Whole lines need not be read from memory before they are written.
     """
-    for i in range(0, size, 16):
+    head = min(-to & 63, size)
+    copy(to, source, head)
+    stop = head + (size - head) // 64 * 64
+    for i in range(head, stop, 16):
         _stream(to + i, source + i)
+    return stop
 
 
 @intrinsic

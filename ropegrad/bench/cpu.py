@@ -109,6 +109,21 @@ def measure(run: Run, name: str, spec: Spec, progress: Progress) -> Iterator[Rec
         yield _record(run, op, name, spec, cost, contender, errors[i], times.get(i, []), notes[i])
 
 
+def products(run: Run) -> Record:
+    """How fast BLAS multiplies float32 matrices here: whole numbers, whose product is exact in any order."""
+    n, rng = 2048, np.random.default_rng(1)
+    a, b = rng.integers(-8, 9, (2, n, n)).astype(np.float32)
+    out = np.empty_like(a)
+    contender = Contender("numpy", "matmul", lambda: (np.matmul(a, b, out=out),))
+    contender.call()
+    exact = np.array_equal(out[:64], a[:64].astype(np.float64) @ b.astype(np.float64))
+    samples = race([contender], run.samples)[0] if exact else []
+    cost = Cost(read=2 * a.nbytes, written=out.nbytes, flops=2 * n**3)
+    error: dict[str, float | None] = {"product": 0.0 if exact else None}
+    facts = {"rows": n, "columns": n, "inner": n, "dtype": "float32"}
+    return _record(run, "gemm", f"{n} x {n} x {n}", facts, cost, contender, error, samples, None)
+
+
 def ours(case: Case) -> Iterator[Contender]:
     """Ropegrad's own CPU backends that can run here, through the public function."""
     from ropegrad.backends import find
@@ -182,7 +197,7 @@ def _copy(cost: Cost, threads: int) -> Callable[[], tuple[Any, ...]]:
 
 
 def _record(
-    run: Run, op: str, name: str, spec: Spec, cost: Cost, contender: Contender,
+    run: Run, op: str, name: str, spec: Spec | dict[str, Any], cost: Cost, contender: Contender,
     error: Mapping[str, float | None], samples: list[float], note: str | None,
 ) -> Record:  # fmt: skip
     times: dict[str, Any] = {}

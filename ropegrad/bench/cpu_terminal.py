@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ropegrad import records
-from ropegrad.bench.cpu import Run, measure, start, workloads
+from ropegrad.bench.cpu import Run, measure, products, start, workloads
 from ropegrad.bench.threads import limited, unlimited
 from ropegrad.records import Record
 
@@ -28,10 +28,10 @@ def show(
     if reason:
         console.print(f"ropegrad bench: {reason}", style="bold red", highlight=False)
         return 2
-    found: list[Record] = []
     with limited(threads):
         run = start(threads, samples, commit)
-        _show_run(console, run)
+        found = [products(run)]
+        _show_run(console, run, found[0])
         for name, spec in cases.items():
             with console.status(name) as status:
                 here = list(measure(run, name, spec, status.update))
@@ -43,13 +43,16 @@ def show(
     return 1 if wrong else 0
 
 
-def _show_run(console: Console, run: Run) -> None:
+def _show_run(console: Console, run: Run, product: Record) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     console.print(
         f"{run.device}, {run.threads} threads for each, {run.samples} samples in turns, commit {run.commit}, "
         f"digest {run.digest}\n{versions}",
         highlight=False,
     )
+    if product.median_us:
+        rate = product.flops / product.median_us / 1e3
+        console.print(f"matrix products of {product.case}: {rate:.0f} GFLOP/s", highlight=False)
 
 
 def _show_case(console: Console, name: str, found: list[Record]) -> None:

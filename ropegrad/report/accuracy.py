@@ -5,9 +5,10 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet
+from ropegrad.bench.facts import OPS
+from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
-from ropegrad.report.rows import SUITES, Point, Setting
+from ropegrad.report.rows import Point, Setting
 
 PROMISES = {"high: 11.5 bits": 11.5, "medium: 8.5 bits": 8.5}  # what `verify` demands of those precisions
 
@@ -19,7 +20,7 @@ def measured(setting: Setting, op: str) -> list[Point]:
 
 def describe(setting: Setting) -> About | None:
     """Title and records; none where no effective bits were measured."""
-    records = used(point for op in SUITES for point in measured(setting, op))
+    records = used(point for op in OPS for point in measured(setting, op))
     notes = [
         "Marker: the worst output of the worst case, at the mean time of all cases; bar: from there to the "
         "best case's worst output. Effective bits: −log₂ of the root mean square of error ÷ √Σ(terms²)."
@@ -27,24 +28,23 @@ def describe(setting: Setting) -> About | None:
     return about("Error against cost", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+def draw(setting: Setting, words: Words) -> Figure:
     """A panel an operation."""
-    found = [op for op in SUITES if measured(setting, op)]
-    known = marks(setting, theme)
-    figure, axes = sheet(1, len(found), 5.4)
+    found = [op for op in OPS if measured(setting, op)]
+    known = marks(setting)
+    figure, axes = sheet(1, len(found), 2.9)
     for place, op in zip(axes, found, strict=True):
-        _panel(place, theme, setting, op, known)
+        _panel(place, setting, op, known)
     frame(
         figure,
         words,
-        theme,
         legend(known, [p for op in found for p in measured(setting, op)]),
         between=(0.2, 0.4),
     )
     return figure
 
 
-def _panel(axes: Axes, theme: Theme, setting: Setting, op: str, known: Marks) -> None:
+def _panel(axes: Axes, setting: Setting, op: str, known: Marks) -> None:
     times, seen = [], []
     for series, points in setting.series(op).items():
         bits = [point.bits for point in points if point.bits is not None]
@@ -59,10 +59,10 @@ def _panel(axes: Axes, theme: Theme, setting: Setting, op: str, known: Marks) ->
     plain_log(axes, x=True)
     for label, bits_promised in PROMISES.items():
         if op == "qkv" and bits_promised > axes.get_ylim()[0]:
-            axes.axhline(bits_promised, color=theme.soft, linestyle=":", linewidth=1.1)
+            axes.axhline(bits_promised, color=LIGHT.soft, linestyle=":", linewidth=1.1)
             axes.text(
                 0.99, bits_promised, label, transform=axes.get_yaxis_transform(), ha="right", va="bottom",
-                fontsize=8.5, color=theme.soft,
+                fontsize=8.5, color=LIGHT.soft,
             )  # fmt: skip
     cases = len({point.record.case for point in setting.of(op)})
     axes.set(xlabel="mean time, µs", ylabel="effective bits", title=f"{op}, {cases} cases")

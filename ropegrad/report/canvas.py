@@ -1,4 +1,7 @@
-"""The look that all figures share: two themes, a frame with title and provenance, PNG and SVG."""
+"""The look that all figures share: colours, a frame with title and provenance, PNG and SVG.
+
+A figure is drawn once, in the light theme. The dark one is a change of palette.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import matplotlib
+import numpy as np
+import numpy.typing as npt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,7 +54,9 @@ DARK = Theme(
     "dark", "#14171c", "#eceff3", "#a3adb8", "#343b45",
     ("#5bb0f0", "#ff8a4a", "#35c79a", "#e08ac4", "#e8b93a", "#8fc3d6"),
 )  # fmt: skip
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "h")
+Colours = npt.NDArray[np.uint8]
+STAR = "* of several formulas, or with results into given arrays and into fresh ones, each case's fastest"
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "h", "<", ">", "p", "*")
 
 
 @dataclass(frozen=True)
@@ -61,16 +69,16 @@ class Words:
     notes: Sequence[str] = field(default=())
 
 
-def context(theme: Theme) -> AbstractContextManager[None]:
+def context() -> AbstractContextManager[None]:
     """Settings under which a figure must be drawn and saved."""
     return matplotlib.rc_context({
         "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10, "axes.titleweight": "bold",
         "axes.titlelocation": "left", "axes.labelsize": 9.5, "legend.fontsize": 9, "xtick.labelsize": 9,
-        "ytick.labelsize": 9, "text.color": theme.ink, "axes.labelcolor": theme.ink,
-        "axes.titlecolor": theme.ink, "xtick.color": theme.soft, "ytick.color": theme.soft,
-        "xtick.labelcolor": theme.ink, "ytick.labelcolor": theme.ink, "axes.edgecolor": theme.soft,
-        "axes.facecolor": theme.paper, "figure.facecolor": theme.paper, "savefig.facecolor": theme.paper,
-        "grid.color": theme.grid, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
+        "ytick.labelsize": 9, "text.color": LIGHT.ink, "axes.labelcolor": LIGHT.ink,
+        "axes.titlecolor": LIGHT.ink, "xtick.color": LIGHT.soft, "ytick.color": LIGHT.soft,
+        "xtick.labelcolor": LIGHT.ink, "ytick.labelcolor": LIGHT.ink, "axes.edgecolor": LIGHT.soft,
+        "axes.facecolor": LIGHT.paper, "figure.facecolor": LIGHT.paper, "savefig.facecolor": LIGHT.paper,
+        "grid.color": LIGHT.grid, "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
         "axes.spines.right": False, "legend.frameon": False, "svg.fonttype": "path",
         "svg.hashsalt": "ropegrad",
     })  # fmt: skip
@@ -79,7 +87,10 @@ def context(theme: Theme) -> AbstractContextManager[None]:
 def sheet(
     rows: int, columns: int, height: float, ratios: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row; margins come with `frame`. ratios: of the rows' heights."""
+    """A figure and its axes, row by row; margins come with `frame`.
+
+    height: of all rows with what is between them, in inches; ratios: of the rows.
+    """
     figure = Figure(figsize=(WIDTH, height), dpi=DPI)
     axes = figure.subplots(rows, columns, squeeze=False, height_ratios=ratios)
     return figure, list(axes.flat)
@@ -88,7 +99,6 @@ def sheet(
 def frame(
     figure: Figure,
     words: Words,
-    theme: Theme,
     handles: Sequence[Artist] = (),
     *,
     columns: int = 3,
@@ -97,27 +107,30 @@ def frame(
     between: tuple[float, float] = (0.25, 0.45),
 ) -> None:
     """Title above, legend and provenance below; margins in inches, space between axes in their own sizes."""
-    width, height = figure.get_size_inches()
+    width, inside = figure.get_size_inches()
     rows = -(-len(handles) // columns)
-    footer = [*words.notes, words.provenance]
-    bottom = 0.62 + 0.22 * rows + 0.17 * len(footer)
+    starred = any(str(handle.get_label()).endswith("*") for handle in handles)
+    footer = [*words.notes, *([STAR] if starred else []), words.provenance]
+    bottom, top = 0.62 + 0.22 * rows + 0.17 * len(footer), 0.95
+    height = inside + bottom + top
+    figure.set_size_inches(width, height)
     figure.subplots_adjust(
-        left=left / width, right=1 - right / width, top=1 - 0.95 / height, bottom=bottom / height,
+        left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height,
         wspace=between[0], hspace=between[1],
     )  # fmt: skip
     figure.text(0.15 / width, 1 - 0.3 / height, words.title, fontsize=13, fontweight="bold")
-    figure.text(0.15 / width, 1 - 0.54 / height, words.subtitle, fontsize=9.5, color=theme.soft)
+    figure.text(0.15 / width, 1 - 0.54 / height, words.subtitle, fontsize=9.5, color=LIGHT.soft)
     if handles:
         figure.legend(
             handles=handles, loc="lower center", ncols=columns, columnspacing=1.6, handlelength=2.2,
             bbox_to_anchor=(0.5, (0.1 + 0.17 * len(footer)) / height), borderpad=0, labelspacing=0.45,
         )  # fmt: skip
     for i, line in enumerate(reversed(footer)):
-        figure.text(0.15 / width, (0.1 + 0.17 * i) / height, line, fontsize=7.5, color=theme.soft)
+        figure.text(0.15 / width, (0.1 + 0.17 * i) / height, line, fontsize=7.5, color=LIGHT.soft)
 
 
-def plain_log(axes: Axes, *, x: bool = False, y: bool = False) -> None:
-    """Logarithmic axes with numbers that people read: 0.1, 2, 50, 1,000."""
+def plain_log(axes: Axes, *, x: bool = False, y: bool = False, y_unit: float = 1) -> None:
+    """Logarithmic axes with numbers that people read: 0.1, 2, 50, 1,000; on y as multiples of its unit."""
     for wanted, axis, name in ((x, axes.xaxis, "x"), (y, axes.yaxis, "y")):
         if wanted:
             axes.set_xscale("log") if name == "x" else axes.set_yscale("log")
@@ -125,8 +138,12 @@ def plain_log(axes: Axes, *, x: bool = False, y: bool = False) -> None:
             decades = len(str(int(high / low))) if low > 0 else 1
             steps = (1.0, 2.0, 5.0) if decades < 4 else (1.0,)
             axis.set_major_locator(LogLocator(base=10, subs=steps))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+            axis.set_major_formatter(FuncFormatter(partial(_plain, y_unit if name == "y" else 1)))
             axis.set_minor_locator(NullLocator())
+
+
+def _plain(unit: float, value: float, _: int) -> str:
+    return f"{value / unit:,.10g}"
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -156,32 +173,62 @@ def _top(block: tuple[float, list[int]], gap: float) -> float:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def png(figure: Figure, facts: dict[str, str]) -> bytes:
-    """The picture, with facts (digest, command) as PNG text."""
+def png(figure: Figure, facts: dict[str, str]) -> dict[str, bytes]:
+    """The picture in both themes, drawn once, with facts (digest, command) as PNG text."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # type: ignore[no-untyped-call]
-    size = canvas.get_width_height()
-    drawn = bytes(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
-    pixels = Image.frombuffer("RGBA", size, drawn, "raw", "RGBA", 0, 1).convert("RGB")
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    picture = Image.fromarray(nearest(pixels, palette(LIGHT)), mode="P")
     text = PngInfo()
     for key, value in facts.items():
         text.add_itxt(key, value)
-    buffer = io.BytesIO()
-    # 128 colours are more than the themes' few and their edges need, and a third of the bytes.
-    pixels.quantize(128, dither=Image.Dither.NONE).save(buffer, "png", pnginfo=text)
-    return buffer.getvalue()
+    found = {}
+    for theme in (LIGHT, DARK):
+        picture.putpalette(palette(theme).tobytes())
+        buffer = io.BytesIO()
+        picture.save(buffer, "png", pnginfo=text)
+        found[theme.name] = buffer.getvalue()
+    return found
 
 
-def svg(figure: Figure, theme: Theme, name: str) -> str:
-    """For use inside a page: no header, ids of its own, colours as CSS variables that a page's theme sets."""
+def palette(theme: Theme) -> Colours:
+    """Paper, and each of a theme's colours mixed with it in steps: all that lines and letters are made of."""
+    paper, *inks = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in theme.variables)
+    share = np.linspace(0, 1, 255 // len(inks) + 1)[1:, None]
+    mixed = [paper + share * np.subtract(ink, paper) for ink in inks]
+    colours: Colours = np.rint(np.concatenate([[paper], *mixed])).astype(np.uint8)
+    return colours
+
+
+def nearest(pixels: Colours, colours: Colours) -> Colours:
+    """Of each pixel [height, width, 4], the index of the nearest colour [n, 3]."""
+    packed = pixels.view(np.uint32)[..., 0]
+    found, back = np.unique(packed, return_inverse=True)
+    apart = found.view(np.uint8).reshape(-1, 1, 4)[..., :3].astype(np.int32) - colours
+    places: Colours = (apart**2).sum(-1).argmin(1).astype(np.uint8)
+    return places[back].reshape(packed.shape)
+
+
+def svg(figure: Figure) -> str:
+    """For use inside a page: no header, colours as CSS variables that a page's theme sets.
+
+    Its few ids begin with "figure-", which a page makes its own number of.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%" role="img"', text, count=1)
-    for colour, variable in theme.variables.items():
+    text = _short_ids(text.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:", ""))
+    for colour, variable in LIGHT.variables.items():
         text = text.replace(colour, f"var(--{variable})")
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"(?<![\d.])([1-9]\d*\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough
     return re.sub(r"\s*\n\s*", "\n", text)
+
+
+def _short_ids(text: str) -> str:
+    """Only ids that are used, and those short: each letter of a figure refers to one."""
+    used = re.findall(r'(?:href="|url\()#([^")]+)', text)
+    names = {name: f"figure-{i}" for i, name in enumerate(dict.fromkeys(used))}
+    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{names[m[1]]}"' if m[1] in names else "", text)
+    return re.sub(r'(href="|url\()#([^")]+)', lambda m: f"{m[1]}#{names[m[2]]}", text)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from ropegrad.report import accuracy, roofline, scaling, shares, standing
-from ropegrad.report.canvas import DARK, LIGHT, Theme, Words, context, png, svg
+from ropegrad.report.canvas import Words, context, png, svg
 from ropegrad.report.marks import About, commands
 from ropegrad.report.rows import Setting
 
-Draw = Callable[[Setting, Theme, Words], Figure]
+Draw = Callable[[Setting, Words], Figure]
 Describe = Callable[[Setting], About | None]  # None: there is nothing to draw
 FIGURES: dict[str, tuple[Draw, Describe]] = {
     "standing": (standing.draw, standing.describe),
@@ -51,11 +51,7 @@ def draw(setting: Setting, name: str, command: str) -> Drawn | None:
         "Title": f"{words.title}: {words.subtitle}", "Software": command,
         "Source": "; ".join(commands(records)), "Records": about.digest,
     }  # fmt: skip
-    pictures, vector = {}, ""
-    for theme in (LIGHT, DARK):
-        with context(theme):
-            figure = drawing(setting, theme, words)
-            pictures[theme.name] = png(figure, facts)
-            if theme is LIGHT:
-                vector = svg(figure, theme, f"{stem(setting.device)}-{name}")
+    with context():
+        figure = drawing(setting, words)
+        pictures, vector = png(figure, facts), svg(figure)
     return Drawn(name, words, facts["Records"], tuple(commands(records)), pictures, vector)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ropegrad.bench.facts import OPS
 from ropegrad.records import Record
 from ropegrad.report.published import Published, limit_us, predict
-from ropegrad.report.rows import SUITES, Point, Series, Setting, counts
+from ropegrad.report.rows import Point, Series, Setting, counts
 from ropegrad.report.summary import lines, scores
 
 MISSING = "–"
@@ -45,12 +46,17 @@ def summary(setting: Setting, op: str) -> Grid:
         )
         for line in lines(setting, op)
     ]  # fmt: skip
-    return Grid(headings, rows)
+    return _without_empty(Grid(headings, rows))
 
 
-def by_case(setting: Setting, op: str) -> Grid:
-    """One line a case: everybody's microseconds, ours with the ratio to the measured ceiling."""
+def by_case(setting: Setting, op: str) -> Iterator[Grid]:
+    """One line a case: everybody's microseconds, ours with the ratio to the ceiling; a table a dtype."""
     found = setting.series(op)
+    for dtype in dict.fromkeys(series.dtype for series in found):
+        yield _by_case(op, {one: points for one, points in found.items() if one.dtype == dtype})
+
+
+def _by_case(op: str, found: dict[Series, list[Point]]) -> Grid:
     cases: dict[str, dict[Series, Point]] = {}
     for series, points in found.items():
         for point in points:
@@ -63,7 +69,15 @@ def by_case(setting: Setting, op: str) -> Grid:
         )
         for case in sorted(cases, key=lambda case: next(iter(cases[case].values())).tokens)
     ]  # fmt: skip
-    return Grid((f"{op}, µs", "tokens", *headings), rows)
+    return _without_empty(Grid((f"{op}, µs", "tokens", *headings), rows))
+
+
+def _without_empty(grid: Grid) -> Grid:
+    """Without the columns that nobody has a figure in."""
+    kept = [i for i in range(len(grid.headings)) if any(row[i] != MISSING for row in grid.rows)]
+    return Grid(
+        tuple(grid.headings[i] for i in kept), [tuple(row[i] for i in kept) for row in grid.rows], grid.left
+    )
 
 
 def _headings(series: Series) -> tuple[str, ...]:
@@ -106,7 +120,7 @@ def sol_scores(setting: Setting) -> Grid:
             f"{op}: {one.series.label}", str(one.cases), number(one.us), number(one.base_us),
             number(one.sol_us), number(one.score, 2),
         )
-        for op in SUITES
+        for op in setting.suites
         for one in scores(setting, op)
     ]  # fmt: skip
     return Grid(("SOL score (this device)", "cases", "T, µs", "T_base, µs", "T_sol, µs", "score"), rows)
@@ -114,7 +128,7 @@ def sol_scores(setting: Setting) -> Grid:
 
 def predictions(setting: Setting) -> Iterator[str]:
     """What a device might do that was not measured, as a sentence that says so."""
-    for op in SUITES:
+    for op in OPS:
         found = predict(setting, op)
         if found is not None:
             yield (

@@ -11,23 +11,23 @@ from typing import Any
 from matplotlib.lines import Line2D
 
 from ropegrad.records import Record
-from ropegrad.report.canvas import MARKERS, Theme, Words
+from ropegrad.report.canvas import LIGHT, MARKERS, Words
 from ropegrad.report.rows import Point, Series, Setting, digest
 
 Mark = tuple[str, str, str]  # colour, marker, colour inside
 Marks = Mapping[Series, Mark]
 
 
-def marks(setting: Setting, theme: Theme) -> Marks:
+def marks(setting: Setting) -> Marks:
     """A colour a contender, a marker for it at each precision; the same in every figure of a setting."""
     found = list(setting.series())
     names = list(dict.fromkeys(series.name for series in found))
     shapes = list(dict.fromkeys(_what(series) for series in found))
     return {
         series: (
-            theme.series[names.index(series.name) % len(theme.series)],
+            LIGHT.series[names.index(series.name) % len(LIGHT.series)],
             MARKERS[shapes.index(_what(series)) % len(MARKERS)],
-            theme.paper if series.rival else theme.series[names.index(series.name) % len(theme.series)],
+            LIGHT.paper if series.rival else LIGHT.series[names.index(series.name) % len(LIGHT.series)],
         )
         for series in found
     }
@@ -48,13 +48,13 @@ def dot(series: Series, found: Marks) -> dict[str, Any]:
 
 
 def legend(found: Marks, points: Sequence[Point]) -> list[Line2D]:
-    """A handle for each contender of the points; says where a case's time is that of its fastest formula."""
+    """A handle for each contender of the points; a star where it has several variants."""
     handles: dict[str, Line2D] = {}
     shown = {point.series for point in points}
     for series in found:
         if series in shown:
-            several = any(point.formulas > 1 for point in points if point.series == series)
-            label = _what(series) + (" (each case's fastest formula)" if several else "")
+            several = any(point.variants > 1 for point in points if point.series == series)
+            label = _what(series) + (" *" if several else "")
             handles.setdefault(_what(series), Line2D([], [], label=label, **dot(series, found)))
     return list(handles.values())
 
@@ -70,15 +70,16 @@ def used(points: Iterable[Point], limits: Iterable[Record] = ()) -> list[Record]
 
 
 def conditions(setting: Setting, records: Sequence[Record]) -> str:
-    """Device, driver, clocks, protocol."""
+    """Device, threads, driver, clocks, protocol."""
     clocks = next((record.clocks for record in records if record.clocks), None)
     mhz = f"SM {clocks.get('sm')} MHz, memory {clocks.get('memory')} MHz" if clocks else None
     drivers = ", ".join(sorted({record.driver for record in records}))
-    return ", ".join(
-        part
-        for part in (setting.device, drivers and f"driver {drivers}", mhz, f"protocol {setting.protocol}")
-        if part
+    threads = sorted({str(r.options["threads"]) for r in records if "threads" in r.options})
+    parts = (
+        setting.device, f"{', '.join(threads)} threads" if threads else None, f"driver {drivers}", mhz,
+        f"protocol {setting.protocol}",
     )  # fmt: skip
+    return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)

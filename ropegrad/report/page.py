@@ -12,7 +12,7 @@ from ropegrad.report.figures import Drawn
 from ropegrad.report.grids import Grid, predictions, published_records, sol_scores, summary
 from ropegrad.report.published import limit_us, published
 from ropegrad.report.records_table import provenance, records_table
-from ropegrad.report.rows import SUITES, Setting, digest
+from ropegrad.report.rows import Setting, digest
 
 
 def page(found: Sequence[Setting], drawn: Sequence[tuple[Setting, Sequence[Drawn]]], command: str) -> str:
@@ -25,8 +25,8 @@ def page(found: Sequence[Setting], drawn: Sequence[tuple[Setting, Sequence[Drawn
     ]
     for setting, figures in drawn:
         parts.append(f"<h2>{escape(setting.device)}, {escape(setting.protocol)}</h2>")
-        parts += [table(summary(setting, op)) for op in SUITES if setting.of(op)]
-        parts += [_figure(one, command) for one in figures]
+        parts += [table(summary(setting, op)) for op in setting.suites]
+        parts += [_figure(one, f"{len(parts)}-{i}", command) for i, one in enumerate(figures)]
         parts += _scores(setting)
         parts += [f"<p>{escape(sentence)}</p>" for sentence in predictions(setting)]
     parts += _published()
@@ -58,12 +58,12 @@ def table(grid: Grid) -> str:
     return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
-def _figure(one: Drawn, command: str) -> str:
+def _figure(one: Drawn, number: str, command: str) -> str:
     made = "; ".join(f"<code>{escape(text)}</code>" for text in one.commands)
     label = escape(f"{one.words.title}: {one.words.subtitle}", quote=True)
-    picture = one.svg.replace("<svg ", f'<svg aria-label="{label}" ', 1)
+    picture = one.svg.replace("figure-", f"f{number}-").replace("<svg ", f'<svg aria-label="{label}" ', 1)
     return (
-        f'<figure id="{one.name}">{picture}<figcaption>{escape(one.words.title)}. Records '
+        f"<figure>{picture}<figcaption>{escape(one.words.title)}. Records "
         f"<code>{one.digest}</code>, made by {made}; drawn by <code>{escape(command)}</code>.</figcaption>"
         "</figure>"
     )

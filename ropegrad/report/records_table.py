@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 
+from ropegrad.bench.facts import OPS, contender_of, suite_of
 from ropegrad.bench.run import digest as code_digest
 from ropegrad.records import Record
 from ropegrad.report.marks import commands
 from ropegrad.report.rows import Point, Setting
 
 HEADINGS = (
-    "op", "case", "contender", "precision", "protocol", "device", "tokens", "µs", "±", "% of ceiling",
+    "suite", "case", "contender", "precision", "protocol", "device", "tokens", "µs", "±", "% of ceiling",
     "% of datasheet", "bits", "error/bound", "source",
 )  # fmt: skip
-FILTERS = {"op": 0, "contender": 2, "precision": 3, "protocol": 4, "device": 5}
+FILTERS = {"suite": 0, "contender": 2, "precision": 3, "protocol": 4, "device": 5}
 TEXT = 6  # columns before the numbers
 
 
@@ -52,13 +53,20 @@ def records_table(found: Sequence[Setting]) -> Iterator[str]:
 
 
 def _row(record: Record, point: Point | None, sources: dict[Origin, int]) -> str:
-    name = record.options.get("contender", record.kernel)
+    name = contender_of(record) if record.op in OPS else record.kernel
     trouble = record.invalid or (None if record.passed else "wrong: no time")
     if not trouble and not _is_current(record):
         name = f"{name} (other code)"
     worst = [ratio for ratio in record.error_over_bound.values() if ratio is not None]
     bits = [bits for bits in record.effective_bits.values() if bits is not None]
-    text = [record.op, record.case, str(name), record.precision or "", record.protocol, record.device]
+    text = [
+        suite_of(record) if record.op in OPS else record.op,
+        record.case,
+        str(name),
+        record.precision or "",
+        record.protocol,
+        record.device,
+    ]
     numbers = [
         _number(point.tokens if point else None, 0),
         f'<td class="n" data-v="">{escape(trouble)}</td>' if trouble else _number(record.median_us, 2),
@@ -91,8 +99,8 @@ def _code(backend: str) -> str | None:
 
 
 def _is_current(record: Record) -> bool:
-    """Whether the record was made with today's code, as far as that can be point."""
-    return _code(record.backend) in (None, record.digest)
+    """Whether the record was made with today's code, as far as that can be known: on GPUs."""
+    return record.protocol == "wall" or _code(record.backend) in (None, record.digest)
 
 
 def _origin(record: Record) -> Origin:

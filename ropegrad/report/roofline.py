@@ -10,10 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ropegrad.bench.facts import OPS
 from ropegrad.records import Record
-from ropegrad.report.canvas import Theme, Words, frame, plain_log, sheet, spread
+from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet, spread
 from ropegrad.report.marks import About, about, dot, legend, marks, used
-from ropegrad.report.rows import Setting, counts
+from ropegrad.report.rows import Point, Setting, counts
 
 WIDE = {"fp32": "fp32", "tf32": "TF32", "fp16": "fp16"}
 
@@ -62,81 +63,84 @@ def _fastest(records: Sequence[Record], work: str) -> tuple[Record, float] | Non
 def describe(setting: Setting) -> About | None:
     """Title and records; none without a ceiling to draw."""
     some = any(memory(setting)) or any(compute(setting))
-    records = used(setting.points, setting.limits) if some else []
-    notes = [
-        "Every input counts as read once, every output as written once. Slopes: memory; flat: dense "
-        "matrix products, TFLOP/s."
-    ]
+    records = used(_shown(setting), setting.limits) if some else []
+    notes = ["Every input counts as read once, every output as written once. Slopes: memory."]
+    if any(compute(setting)):
+        notes[0] += " Flat: dense matrix products, TFLOP/s."
     return about("Roofline", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+def _shown(setting: Setting) -> list[Point]:
+    """The suites that ask for every gradient."""
+    return [point for op in OPS for point in setting.of(op)]
+
+
+def draw(setting: Setting, words: Words) -> Figure:
     """Slopes, flats, and a marker a case and contender."""
     slopes, flats = list(memory(setting)), list(compute(setting))
-    found = marks(setting, theme)
-    figure, [axes] = sheet(1, 1, 6.2)
-    rates = [(p.record.flops / p.record.bytes, p.record.flops / p.us / 1e6) for p in setting.points]
-    low, high = _limits(rates, slopes, flats)
+    found = marks(setting)
+    figure, [axes] = sheet(1, 1, 3.6)
+    low, high = _limits(list(map(_place, _shown(setting))), slopes, flats)
     axes.set(xlim=low[:1] + high[:1], ylim=low[1:] + high[1:])
-    plain_log(axes, x=True, y=True)
-    axes.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s")
-    handles = _draw_slopes(axes, theme, slopes, flats, high)
-    _draw_flats(axes, theme, slopes, flats, high)
-    for series, points in setting.series().items():
-        x, y = zip(
-            *((p.record.flops / p.record.bytes, p.record.flops / p.us / 1e6) for p in points), strict=True
-        )
-        axes.plot(x, y, **dot(series, found))
-    handles += legend(found, setting.points)
-    frame(figure, words, theme, handles, right=1.75 if flats else 0.3)
+    unit, scale = ("TFLOP/s", 1e12) if high[1] > 1e12 else ("GFLOP/s", 1e9)
+    plain_log(axes, x=True, y=True, y_unit=scale)
+    axes.set(xlabel="arithmetic intensity, FLOP per byte", ylabel=unit)
+    handles = _draw_slopes(axes, slopes, flats, high)
+    _draw_flats(axes, slopes, flats, high)
+    for point in _shown(setting):
+        axes.plot(*_place(point), **dot(point.series, found))
+    handles += legend(found, _shown(setting))
+    frame(figure, words, handles, right=1.75 if flats else 0.3)
     return figure
 
 
 Corner = tuple[float, float]
 
 
+def _place(point: Point) -> Corner:
+    """FLOP a byte, FLOP/s."""
+    return point.record.flops / point.record.bytes, point.record.flops / point.us * 1e6
+
+
 def _limits(rates: Sequence[Corner], slopes: Sequence[Roof], flats: Sequence[Roof]) -> tuple[Corner, Corner]:
     """Corners of the plot: all points, the ridges of all roofs, and some air."""
-    top = max([roof.rate / 1e12 for roof in flats] + [y for _, y in rates])
-    wide = max([x for x, _ in rates] + [roof.rate / slopes[0].rate for roof in flats if slopes] + [10.0])
+    wide = max([x for x, _ in rates] + [roof.rate / slopes[0].rate for roof in flats if slopes] + [1.0])
+    highest = [roof.rate for roof in flats] or [roof.rate * wide for roof in slopes]
+    top = max(highest + [y for _, y in rates])
     left = min([x for x, _ in rates] + [0.5])
-    floor = min([y for _, y in rates] + [roof.rate * left / 1e12 for roof in slopes])
+    floor = min([y for _, y in rates] + [roof.rate * left for roof in slopes])
     return (left / 2, floor / 2), (wide * 4, top * 2)
 
 
-def _draw_slopes(
-    axes: Axes, theme: Theme, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner
-) -> list[Line2D]:
-    highest = max((roof.rate for roof in flats), default=high[1] * 1e12)
+def _draw_slopes(axes: Axes, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner) -> list[Line2D]:
+    highest = max((roof.rate for roof in flats), default=high[1])
     handles = []
     for roof in slopes:
         style = "--" if roof.measured else "-"
         ridge = highest / roof.rate
         left = axes.get_xlim()[0]
         [line] = axes.plot(
-            [left, ridge], [roof.rate * left / 1e12, highest / 1e12], style, color=theme.ink, linewidth=1.3,
+            [left, ridge], [roof.rate * left, highest], style, color=LIGHT.ink, linewidth=1.3,
             label=f"memory: {roof.label}",
         )  # fmt: skip
         handles.append(line)
     return handles
 
 
-def _draw_flats(
-    axes: Axes, theme: Theme, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner
-) -> None:
+def _draw_flats(axes: Axes, slopes: Sequence[Roof], flats: Sequence[Roof], high: Corner) -> None:
     """Their names stand right of the axes, as near as they can without touching."""
     bandwidth = max((roof.rate for roof in slopes), default=None)
     low, top = axes.get_ylim()
-    decades = [math.log(roof.rate / 1e12 / low, top / low) for roof in flats]
+    decades = [math.log(roof.rate / low, top / low) for roof in flats]
     for roof, at, place in zip(flats, decades, spread(decades, 0.042), strict=True):
         start = roof.rate / bandwidth if bandwidth else axes.get_xlim()[0]
         axes.plot(
-            [start, high[0]], [roof.rate / 1e12] * 2, "--" if roof.measured else "-", color=theme.soft,
+            [start, high[0]], [roof.rate] * 2, "--" if roof.measured else "-", color=LIGHT.soft,
             linewidth=1.1,
         )  # fmt: skip
         axes.plot(
-            [1, 1.02], [at, place], color=theme.soft, linewidth=0.8, transform=axes.transAxes, clip_on=False
+            [1, 1.02], [at, place], color=LIGHT.soft, linewidth=0.8, transform=axes.transAxes, clip_on=False
         )
         axes.text(
-            1.03, place, roof.label, transform=axes.transAxes, va="center", fontsize=8.5, color=theme.soft
+            1.03, place, roof.label, transform=axes.transAxes, va="center", fontsize=8.5, color=LIGHT.soft
         )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
 from ropegrad.backends import BACKENDS
 from ropegrad.bench.datasheet import Datasheet, find
+from ropegrad.bench.facts import OPS, dtype_of, identity, rope_spec, suite_of
 from ropegrad.records import Record
 
-SUITES = ("rope", "qkv")
 CEILINGS = ("copy", "stream", "products", "gemm")
 PROTOCOLS = ("graph", "wall", "span/cupti", "span/events")  # the first that a device has makes its figures
 # What a promise is held against: bare products at least as accurate. The fastest of them is the ceiling.
@@ -23,7 +22,7 @@ OWN = frozenset(backend.name for backend in BACKENDS)
 
 @dataclass(frozen=True, order=True)
 class Series:
-    """One contender over all its cases; several formulas of one are one, each case its fastest."""
+    """One contender over all its cases; several variants of one are one, each case its fastest."""
 
     rival: bool
     name: str
@@ -39,14 +38,22 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """One record with a time that counts. us: its median; ceiling: the fastest measured at this case."""
+    """One record with a time that counts.
+
+    us: its median; ceiling: the fastest measured at this case; variants: of how many this is the fastest.
+    """
 
     record: Record
     series: Series
     us: float
     ceiling: Record | None
     sheet: Datasheet | None
-    formulas: int = 1
+    variants: int = 1
+
+    @property
+    def suite(self) -> str:
+        """What it is compared within: rope and qkv, or a suite that asks for other gradients."""
+        return suite_of(self.record)
 
     @property
     def tokens(self) -> int:
@@ -94,7 +101,7 @@ class Setting:
     """One device under one protocol.
 
     every    a point for each record that has a time
-    points   the same, but of several formulas of one contender only the fastest of each case
+    points   the same, but of several variants of one contender only the fastest of each case
     limits   all ceilings of the device, under any protocol
     """
 
@@ -110,23 +117,22 @@ class Setting:
         """What the device's maker says; None if no document is known."""
         return find(self.device)
 
-    def of(self, op: str) -> list[Point]:
-        """The points of one operation."""
-        return [point for point in self.points if point.record.op == op]
+    @property
+    def suites(self) -> list[str]:
+        """Those that it has points of, rope and qkv first."""
+        return list(dict.fromkeys([*(op for op in OPS if self.of(op)), *(p.suite for p in self.points)]))
 
-    def series(self, op: str | None = None) -> dict[Series, list[Point]]:
+    def of(self, suite: str) -> list[Point]:
+        """The points of one suite."""
+        return [point for point in self.points if point.suite == suite]
+
+    def series(self, suite: str | None = None) -> dict[Series, list[Point]]:
         """Points by contender, ours first, each from few tokens to many."""
         found: dict[Series, list[Point]] = {}
         for point in sorted(self.points, key=lambda point: (point.series.rival, point.tokens)):
-            if op in (None, point.record.op):
+            if suite in (None, point.suite):
                 found.setdefault(point.series, []).append(point)
         return found
-
-
-def rope_spec(record: Record) -> dict[str, Any]:
-    """The part of a spec that says batch, tokens and heads."""
-    inner = record.spec.get("rope")
-    return inner if isinstance(inner, dict) else record.spec
 
 
 def digest(records: Iterable[Record]) -> str:
@@ -150,7 +156,7 @@ def _setting(device: str, protocol: str, groups: dict[tuple[str, str], list[Reco
     every = [
         Point(record, series_of(record), record.median_us, _ceiling(record, group), find(device))
         for record in group
-        if record.op in SUITES and record.median_us is not None and counts(record)
+        if record.op in OPS and record.median_us is not None and counts(record)
     ]
     limits = [r for (other, _), records in groups.items() if other == device for r in records]
     ceilings = tuple(record for record in limits if record.op in CEILINGS)
@@ -167,25 +173,14 @@ def shown(found: Sequence[Setting]) -> list[Setting]:
 
 def latest(records: Iterable[Record]) -> list[Record]:
     """Of records of the same thing, measured again, the last."""
-    kept: dict[object, Record] = {}
-    for record in records:
-        what = (
-            (record.backend, record.options.get("contender", record.kernel), _dtype(record))
-            if record.op in SUITES
-            else ()
-        )
-        kept[record.device, record.protocol, record.op, record.case, record.precision, what] = record
+    kept = {(record.device, identity(record)): record for record in records}
     return list(kept.values())
 
 
-def _dtype(record: Record) -> str:
-    return str(rope_spec(record).get("dtype", "float32"))
-
-
 def series_of(record: Record) -> Series:
-    """Formulas of one rival go by its kernel, everything else by its backend."""
+    """By the backend; by the kernel where that is the library and the options say which formula."""
     name = record.kernel if "formula" in record.options else record.backend
-    return Series(record.backend not in OWN, name, record.precision, _dtype(record))
+    return Series(record.backend not in OWN, name, record.precision, dtype_of(record))
 
 
 def counts(record: Record) -> bool:
@@ -194,12 +189,12 @@ def counts(record: Record) -> bool:
 
 
 def _fastest(every: Sequence[Point]) -> list[Point]:
-    """One point a series and case; `formulas` says of how many it is the fastest."""
+    """One point a series and case; the fastest of its variants."""
     groups: dict[tuple[Series, str, str], list[Point]] = {}
     for point in every:
-        groups.setdefault((point.series, point.record.op, point.record.case), []).append(point)
+        groups.setdefault((point.series, point.suite, point.record.case), []).append(point)
     return [
-        replace(min(points, key=lambda point: point.us), formulas=len(points)) for points in groups.values()
+        replace(min(points, key=lambda point: point.us), variants=len(points)) for points in groups.values()
     ]
 
 
@@ -208,6 +203,8 @@ def _ceiling(record: Record, group: Sequence[Record]) -> Record | None:
 
     def fits(other: Record) -> bool:
         if other.case != record.case or not counts(other):
+            return False
+        if "suite" in other.spec and suite_of(other) != suite_of(record):
             return False
         if record.op == "rope":
             return other.op in ("copy", "stream") and abs(other.bytes - record.bytes) <= 0.01 * record.bytes

@@ -9,12 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ropegrad.report.canvas import WIDTH, Theme, Words, frame, sheet
+from ropegrad.bench.facts import OPS
+from ropegrad.report.canvas import LIGHT, WIDTH, Words, frame, sheet
 from ropegrad.report.marks import About, about, dot, marks, used
 from ropegrad.report.published import Prediction, limit_us, predict, published
-from ropegrad.report.rows import SUITES, Setting
+from ropegrad.report.rows import Setting
 from ropegrad.report.summary import Line, lines
-from ropegrad.suites import SUITES as WORKLOADS
+from ropegrad.suites import SUITES
 
 LEFT, RIGHT = 2.15, 0.2  # margins, inches
 SHOWN = 5  # published records by name; all are in the page's table
@@ -28,14 +29,14 @@ def ours(setting: Setting, op: str) -> list[Line]:
         if not line.series.rival
         and line.series.dtype == "float32"
         and line.floor_us
-        and {p.record.case for p in setting.series(op)[line.series]} == set(WORKLOADS[op]())
+        and {p.record.case for p in setting.series(op)[line.series]} == set(SUITES[op]())
     ]
 
 
 def describe(setting: Setting) -> About | None:
     """Title and records; none where no suite of ours is complete."""
-    shown = {op: {line.series for line in ours(setting, op)} for op in SUITES}
-    records = used(p for op in SUITES for p in setting.of(op) if p.series in shown[op])
+    shown = {op: {line.series for line in ours(setting, op)} for op in OPS}
+    records = used(p for op in OPS for p in setting.of(op) if p.series in shown[op])
     one = published()["rope"]
     notes = [
         f"Published: {one.device}, {one.protocol}, {one.statistic}; {one.source}, {one.last_observed} and "
@@ -44,51 +45,49 @@ def describe(setting: Setting) -> About | None:
         "rate (qkv), by datasheet. Other devices, clocks and protocols: not a ranking.",
     ]
     notes += [
-        f"Prediction, {op}: {found.basis}." for op in SUITES if (found := predict(setting, op)) is not None
+        f"Prediction, {op}: {found.basis}." for op in OPS if (found := predict(setting, op)) is not None
     ]
     return about("Published records, ours, and a prediction", setting, records, notes)
 
 
-def draw(setting: Setting, theme: Theme, words: Words) -> Figure:
+def draw(setting: Setting, words: Words) -> Figure:
     """A column an operation; published, measured and predicted are places of their own."""
-    found = {op: ours(setting, op) for op in SUITES}
+    found = {op: ours(setting, op) for op in OPS}
     found = {op: own for op, own in found.items() if own}
     most = max(len(own) for own in found.values())
     guesses = {op: predict(setting, op) for op in found}
     heights = [SHOWN + 1, most + 0.5, *([1.5] if any(guesses.values()) else [])]
-    figure, axes = sheet(
-        len(heights), len(found), 3.3 + 0.24 * sum(heights) + 0.5 * len(heights), ratios=heights
-    )
+    figure, axes = sheet(len(heights), len(found), 0.24 * sum(heights) + 0.5 * len(heights), ratios=heights)
     for column, (op, own) in enumerate(found.items()):
         mine = axes[column :: len(found)]
-        _published(mine[0], theme, op)
-        _ours(mine[1], theme, setting, own)
+        _published(mine[0], op)
+        _ours(mine[1], setting, own)
         if len(mine) > 2:
-            _predicted(mine[2], theme, op, guesses[op])
+            _predicted(mine[2], op, guesses[op])
         for place in mine:
             place.set_xlim(0, 105)
-            place.axvline(100, color=theme.ink, linewidth=1, linestyle=":")
+            place.axvline(100, color=LIGHT.ink, linewidth=1, linestyle=":")
             place.tick_params(axis="y", length=0, labelsize=8)
             place.grid(axis="y", visible=False)
         mine[-1].set_xlabel(f"{op}: % of the datasheet's limit")
-    frame(figure, words, theme, left=LEFT, right=RIGHT, between=(1.0, 0.62))
+    frame(figure, words, left=LEFT, right=RIGHT, between=(1.0, 0.62))
     return figure
 
 
-def _published(axes: Axes, theme: Theme, op: str) -> None:
+def _published(axes: Axes, op: str) -> None:
     what = published()[op]
     limit = limit_us(op, what.sheet)
     named = what.entries[:SHOWN]
     rest = what.entries[SHOWN:]
-    style: dict[str, Any] = {"linestyle": "none", "marker": "d", "color": theme.soft, "markersize": 5.5}
+    style: dict[str, Any] = {"linestyle": "none", "marker": "d", "color": LIGHT.soft, "markersize": 5.5}
     axes.plot([100 * limit / e.us for e in named], range(len(named)), **style)
     axes.plot([100 * limit / e.us for e in rest], [SHOWN] * len(rest), **style)
     names = [f"{entry.implementation}, {entry.us:.1f} µs" for entry in named]
     _rows(axes, f"{op}, published: {what.device}, not reproduced", [*names, f"{len(rest)} slower"])
 
 
-def _ours(axes: Axes, theme: Theme, setting: Setting, own: list[Line]) -> None:
-    known = marks(setting, theme)
+def _ours(axes: Axes, setting: Setting, own: list[Line]) -> None:
+    known = marks(setting)
     for row, line in enumerate(own):
         axes.plot([100 * (line.of_datasheet or 0)], [row], **dot(line.series, known))
     _rows(
@@ -98,7 +97,7 @@ def _ours(axes: Axes, theme: Theme, setting: Setting, own: list[Line]) -> None:
     )
 
 
-def _predicted(axes: Axes, theme: Theme, op: str, found: Prediction | None) -> None:
+def _predicted(axes: Axes, op: str, found: Prediction | None) -> None:
     if found is None:
         _rows(
             axes,
@@ -109,7 +108,7 @@ def _predicted(axes: Axes, theme: Theme, op: str, found: Prediction | None) -> N
     low, high = (100 * limit_us(op, found.sheet) / us for us in (found.slow_us, found.fast_us))
     axes.add_patch(
         Rectangle(
-            (low, -0.3), high - low, 0.6, fill=False, edgecolor=theme.series[0], linewidth=1.4, linestyle="--"
+            (low, -0.3), high - low, 0.6, fill=False, edgecolor=LIGHT.series[0], linewidth=1.4, linestyle="--"
         )
     )
     _rows(

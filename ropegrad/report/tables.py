@@ -8,7 +8,8 @@ from ropegrad.records import Record
 from ropegrad.report.grids import Grid, by_case, ceilings, percent, predictions, sol_scores, summary
 from ropegrad.report.marks import commands, conditions
 from ropegrad.report.published import limit_us, published
-from ropegrad.report.rows import SUITES, Setting, digest
+from ropegrad.report.rows import Setting, digest
+from ropegrad.report.shares import WITHOUT_TABLES
 
 
 def markdown(grid: Grid) -> str:
@@ -36,16 +37,21 @@ def document(found: Sequence[Setting], *, cases: bool = True) -> str:
 
 
 def _setting(setting: Setting, *, cases: bool) -> list[str]:
-    blocks, ops = [f"**{setting.device}, {setting.protocol}**"], [op for op in SUITES if setting.of(op)]
+    blocks, ops = [f"**{setting.device}, {setting.protocol}**"], setting.suites
     for op in ops:
-        blocks += [markdown(summary(setting, op)), markdown(by_case(setting, op)) if cases else ""]
+        blocks.append(markdown(summary(setting, op)))
+        blocks += map(markdown, by_case(setting, op)) if cases else []
     if not ops:
         blocks.append(markdown(ceilings(setting)))
+    if [suite for suite in setting.suites if suite.startswith("rope-qk")]:
+        blocks.append(WITHOUT_TABLES)
     return [*blocks, made(setting, setting.records), markdown(sol_scores(setting)), *predictions(setting)]
 
 
-def published_best() -> str:
-    """The fastest published record of each suite, with its label: for beside ours, not among them."""
+def published_best(found: Sequence[Setting]) -> str:
+    """The fastest published record of each suite, with its label: beside ours of a GPU, not among them."""
+    if not any(setting.points and setting.sheet for setting in found):
+        return ""
     sentences = []
     for op, what in published().items():
         share = percent(limit_us(op, what.sheet) / what.best.us)

@@ -51,7 +51,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / PAGE, folder / TABLES]
     _replace(written[0], page(every, drawn, command).encode())
-    _replace(written[1], f"{document(every)}\n{published_best()}".encode())
+    _replace(written[1], f"{document(every)}\n{published_best(every)}".encode())
     for setting, figures_of in drawn:
         for one in figures_of:
             written += write_pictures(one, folder, stem(setting.device))

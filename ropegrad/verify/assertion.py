@@ -23,7 +23,7 @@ def assert_gradients(
     examples: int = 0,
     timeout: float = 30.0,
 ) -> None:
-    """Put some hundred problems to a function; AssertionError with the fault's name if it is wrong.
+    """Put dozens of problems to a function; AssertionError with the fault's name if it is wrong.
 
     function   a backward, or what `contract` says it is: called in this process. A string, as
                "package.module:function" or "path/to/file.py:function", is called in a process of its own,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ropegrad.arrays import Array, numpy_dtype, overlap
+from ropegrad.arrays import Array, memory, numpy_dtype
 from ropegrad.verify.arena import Bytes, Plan, Slot, view
 from ropegrad.verify.case import NumpyArray
 from ropegrad.verify.runners import to_namespace, to_numpy
@@ -156,10 +156,20 @@ def _aliases(
     for name, array in arrays.items():
         for kind, others in (("the input ", inputs), ("", seen)):
             for other_name, other in others.items():
-                if overlap(array, other):
+                if _shares(array, other):
                     text = f"{name} shares memory with {kind}{other_name}"
                     answer.notes.append(("output aliases an input or another output", name, text))
         seen[name] = array
+
+
+def _shares(a: Array, b: Array) -> bool:
+    """Whether two arrays surely share a byte: an alarm needs certainty."""
+    first, second = memory(a), memory(b)
+    try:
+        shared = np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
+    return bool(shared)
 
 
 # ---- arrays of a namespace over the arena --------------------------------------------------------------

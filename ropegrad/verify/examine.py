@@ -129,8 +129,16 @@ def broken_rules(seen: Examination) -> list[Broken]:
         faults = {f.array: f for t in reversed(trials) for f in t.faults if _told(f, rule, shadows)}
         smallest = [f for f in faults.values() if any(f is other for other in trials[0].faults)]
         named = [replace(fault, names=_names(trials, fault)) for fault in smallest or faults.values()]
-        found.append(Broken(rule, len(trials), trials[0].recipe, named, excused))
+        offers = _needs(seen.contract, named) if rule == "missing gradient" else excused
+        found.append(Broken(rule, len(trials), trials[0].recipe, named, offers))
     return found
+
+
+def _needs(contract: Contract, faults: list[Fault]) -> list[str]:
+    """The gradients that a target does give, as an option."""
+    missing = {fault.array for fault in faults}
+    given = [need for need in contract.wanted if f"grad_{need}" not in missing]
+    return [f"--needs {','.join(given)}"] if given else []
 
 
 def _settle(trials: list[Trial]) -> None:

@@ -1,5 +1,7 @@
 """Right backward functions that compute differently: other orders, other arithmetic, other conventions."""
 
+import itertools
+
 import numpy as np
 from kernels import by_name, qkv_backward, rope_backward, rope_backward_into, rotate_half, rotate_half_back
 from qkv_faults import bf16, operands
@@ -37,6 +39,13 @@ def pairwise(terms):
 
 def blocked(terms):
     return pairwise([pairwise(terms[i : i + 4]) for i in range(0, len(terms), 4)])
+
+
+_TURN = itertools.count()
+
+
+def in_another_order(terms):
+    return sum(terms[:: 1 if next(_TURN) // 4 % 2 else -1], 0 * terms[0].clip(0, 0))
 
 
 def kahan(terms):
@@ -184,6 +193,7 @@ right(name("blocked", backward(blocked)))
 right(name("kahan", backward(kahan)))
 right(name("fsum_like", backward(lambda t: np.sum(np.stack(t).astype("f8"), 0).astype("f4"))))
 right(fused)
+right(name("another_order_every_time", backward(in_another_order)), "bits differ between equal calls")
 right(wide)
 right(by_einsum)
 right(by_pairs)
