@@ -5,6 +5,7 @@ from ropegrad.errors import SpecError
 from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, RopeGrads, RopeOut
 from ropegrad.plan import RopeGraph, RopePlan, plan_rope_backward
 from ropegrad.positions import rope_tables
+from ropegrad.qkv_plan import QkvPlan, plan_qkv_rope_backward
 from ropegrad.spec import QkvSpec, RopeSpec
 
 __version__ = "0.1.0"
@@ -14,6 +15,7 @@ __all__ = [
     "QkvBiasGrads",
     "QkvGrads",
     "QkvOut",
+    "QkvPlan",
     "QkvSpec",
     "RopeGrads",
     "RopeGraph",
@@ -22,6 +24,7 @@ __all__ = [
     "RopeSpec",
     "SpecError",
     "explain",
+    "plan_qkv_rope_backward",
     "plan_rope_backward",
     "qkv_rope",
     "qkv_rope_backward",

@@ -65,6 +65,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 sanitizer = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86")
                 small = ("-m", "ropegrad", "verify", "--quick", "--backend", name)
                 yield Step(f"{tool} {name}", name, small, sanitizer)
+    yield from _tensor_steps(stage)
     if stage == "time":
         for suite in (*TIMED, "limits"):
             timed = (
@@ -76,6 +77,17 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 commit,
             )
             yield Step(f"time {suite}", "cuda" if suite == "limits" else backends[0], timed)
+
+
+def _tensor_steps(stage: str) -> Iterator[Step]:
+    """cupy_tensor has the projections at lower precisions alone: tests of its own are its verification."""
+    name, tests = "cupy_tensor", (*PYTEST, "tests/test_tensor.py")
+    if stage == "tests":
+        yield Step(f"tests {name}", name, tests)
+    elif stage == "sanitize":
+        for tool in TOOLS:
+            sanitizer = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86")
+            yield Step(f"{tool} {name}", name, (*tests, "-k", "edge_cases"), sanitizer)
 
 
 def run(step: Step, stage: str, commit: str) -> Outcome:

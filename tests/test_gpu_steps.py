@@ -117,7 +117,8 @@ def test_the_steps_of_every_stage():
     finally:
         gpu_steps.backends_of = right
     assert names == [
-        "tests cupy_plain", "verify cupy_plain", "fuzz cupy_plain", "memcheck cupy_plain",
-        "racecheck cupy_plain", "initcheck cupy_plain",
+        "tests cupy_plain", "tests cupy_tensor", "verify cupy_plain", "fuzz cupy_plain",
+        "memcheck cupy_plain", "racecheck cupy_plain", "initcheck cupy_plain", "memcheck cupy_tensor",
+        "racecheck cupy_tensor", "initcheck cupy_tensor",
         "time rope", "time qkv", "time rope-qk", "time rope-qk-bshd", "time limits",
     ]  # fmt: skip

@@ -26,7 +26,7 @@ LAYERS = (
     ("maths",),
     ("backends",),
     ("repeats", "info"),
-    ("plan",),
+    ("plan", "qkv_plan"),
     ("api", "positions"),
     ("ropegrad",),
     ("interop",),

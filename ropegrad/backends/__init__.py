@@ -5,6 +5,7 @@ from __future__ import annotations
 from ropegrad.backends.base import Backend
 from ropegrad.backends.cupy_fused import CupyFused
 from ropegrad.backends.cupy_plain import CupyPlain
+from ropegrad.backends.cupy_tensor import CupyTensor
 from ropegrad.backends.numba_cpu import NumbaCpu
 from ropegrad.backends.numpy_tiled import NumpyTiled
 from ropegrad.backends.portable import Portable
@@ -14,7 +15,7 @@ from ropegrad.tiles import channels
 
 SMALL = 1 << 16  # channels that NumPy is through with before compiled code is loaded
 
-BACKENDS: tuple[Backend, ...] = (NumbaCpu(), NumpyTiled(), CupyFused(), CupyPlain(), Portable())
+BACKENDS: tuple[Backend, ...] = (NumbaCpu(), NumpyTiled(), CupyFused(), CupyTensor(), CupyPlain(), Portable())
 _COMPILED_LAST = tuple(sorted(BACKENDS, key=lambda backend: isinstance(backend, NumbaCpu)))
 
 

@@ -50,6 +50,7 @@ Progress = Callable[[str], None]
 NAMESPACES = {
     "cupy_fused": "cupy",
     "cupy_plain": "cupy",
+    "cupy_tensor": "cupy",
 }  # of the arrays that a backend is given; numpy for the others
 
 

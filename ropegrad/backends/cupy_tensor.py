@@ -1,0 +1,230 @@
+"""Gradients of the QKV projections on tensor cores, as accurate as TF32 or bfloat16 promise on any range.
+
+One memory pass (kernels/qkv_pass.cu) undoes RoPE and writes the three matrices as scaled 16-bit numbers; two
+cuBLAS products follow. `qkv_launch` says which steps; here they are made, on the arrays' device and the
+current stream, without waiting for the device: a CUDA graph can capture all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ropegrad.arrays import Array, numpy_dtype
+from ropegrad.backends.base import Inputs, Outputs
+from ropegrad.backends.cublas_narrow import Narrow, multiply_narrow
+from ropegrad.backends.cupy_plain import CupyPlain
+from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
+from ropegrad.backends.qkv_launch import (
+    OPERANDS,
+    Fill,
+    Launch,
+    Placed,
+    Room,
+    Steps,
+    aside_of,
+    prepare,
+    vectors,
+)
+from ropegrad.backends.qkv_status import Status, status_of
+from ropegrad.backends.qkv_workspace import ALIGNED, CUBLAS, STATE, Workspace, products_of, workspace
+from ropegrad.backends.rope_bound import on_device
+from ropegrad.errors import SpecError
+from ropegrad.spec import QkvSpec, RopeSpec
+
+_PLAIN = CupyPlain()
+OLDEST = 80  # compute capability: conversion to bfloat16, and its tensor cores
+MOST = 1 << 31  # of tokens, and of columns
+
+
+@dataclass(frozen=True)
+class CupyTensor:
+    """qkv_rope_backward at precision "high" and "medium"; the forward is cupy_plain's."""
+
+    name: str = "cupy_tensor"
+
+    def why_not(self, spec: RopeSpec | QkvSpec) -> str | None:
+        """It wants CuPy arrays and a promise that 16-bit operands can keep."""
+        if importlib.util.find_spec("cupy") is None:
+            return "CuPy is not installed (extra cuda12 or cuda13)"
+        if spec.namespace != "cupy":
+            return f"it runs CuPy arrays, these are of {spec.namespace}"
+        if isinstance(spec, RopeSpec):
+            return "it has the projections' gradients alone"
+        if spec.precision not in OPERANDS:
+            return f"its 16-bit operands cannot keep precision={spec.precision!r}"
+        if spec.rope.compute == "float64":
+            return "it sums in float32, this is float64"
+        if max(spec.tokens, spec.hidden_size or 0, *map(spec.rows, "qkv")) >= MOST:
+            return f"a matrix with {MOST:,} rows or columns, or more"
+        return _too_old()
+
+    def explain(self, spec: RopeSpec | QkvSpec, inputs: Inputs) -> list[str]:
+        """The steps, the rule of the scales, the memory."""
+        assert isinstance(spec, QkvSpec)
+        return describe(spec, vectors(spec, {name: place(x) for name, x in inputs.items()}))
+
+    def qkv_rope_backward(self, spec: QkvSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
+        """Gradients of the projections and RoPE; see `ropegrad.qkv_rope_backward`."""
+        with device_of(inputs):
+            results = out if out is not None else allocate(spec)
+            run(spec, inputs | results)
+        return results
+
+    def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
+        """Not here."""
+        raise AssertionError(self.why_not(spec))
+
+    def rope(self, spec: RopeSpec, inputs: Inputs) -> Outputs:
+        """Not here."""
+        raise AssertionError(self.why_not(spec))
+
+    def qkv_rope(self, spec: QkvSpec, inputs: Inputs) -> Outputs:
+        """Projections and RoPE, by cupy_plain; see `ropegrad.qkv_rope`."""
+        return _PLAIN.qkv_rope(spec, inputs)
+
+
+def _too_old() -> str | None:
+    try:
+        import cupy
+
+        capability = int(cupy.cuda.Device().compute_capability)
+    except Exception:  # no GPU at all: what comes first there says so
+        return None
+    if capability >= OLDEST:
+        return None
+    return f"it needs compute capability {OLDEST / 10}, this GPU has {capability / 10}"
+
+
+def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
+    """The steps in words."""
+    operand = OPERANDS[spec.precision]
+    size = numpy_dtype(spec.rope.dtype).itemsize
+    return [
+        f"one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as {operand}, "
+        f"{widths[0] * size} and {widths[1] * size} bytes an access; cuBLAS multiplies with float32 sums",
+        "scales are powers of two, guessed from 4096 elements of each matrix and judged on the device by the "
+        "maxima of rows and columns: one for a matrix; where its range is too wide, one for each token or "
+        "channel of the gradients, for each column of hidden states and weights; where one operand is large "
+        "just where the other is tiny, the product is computed anew in float32",
+        f"workspace of {workspace(spec).size} bytes for contiguous outputs",
+    ]
+
+
+def describe_dense(spec: QkvSpec) -> list[str]:
+    """The steps for contiguous arrays."""
+    return describe(spec, vectors(spec, {}))
+
+
+def read_status(state: Array) -> Status:
+    """The status that a call has left; waits for the device."""
+    return status_of(state.get().tobytes())
+
+
+# ---- running -----------------------------------------------------------------------------------------------
+
+
+def device_of(inputs: Inputs) -> contextlib.AbstractContextManager[Any]:
+    """The inputs' device as the current one."""
+    return on_device(next(iter(inputs.values())).data.device_id)
+
+
+def place(x: Array) -> Placed:
+    """Where an array stands."""
+    return Placed(x.data.ptr, x.shape, x.strides)
+
+
+def allocate(spec: QkvSpec) -> Outputs:
+    """Fresh outputs on the current device, not written; the weights' are views of one buffer."""
+    import cupy
+
+    dtype, columns = numpy_dtype(spec.rope.dtype), spec.hidden_size or 0
+    parts = [part for part in "qkv" if f"{part}_weight" in spec.needs]
+    buffer = cupy.empty((sum(map(spec.rows, parts)), columns), dtype)
+    made, start = {}, 0
+    for part in parts:
+        made[f"grad_{part}_weight"] = buffer[start : start + spec.rows(part)]
+        start += spec.rows(part)
+    for need in spec.needs:
+        if not need.endswith("_weight"):
+            made[f"grad_{need}"] = cupy.empty(spec.output(need)[0], dtype)
+    return made
+
+
+def needed(spec: QkvSpec, arrays: dict[str, Array]) -> Workspace:
+    """The workspace of a call on these inputs and outputs."""
+    return workspace(spec, aside_of(spec, {name: place(x) for name, x in arrays.items()}))
+
+
+def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) -> Array | None:
+    """All steps on judged inputs and outputs, on the current device and stream.
+
+    memory: bytes of the device, as many as `needed` says; its first ones then hold the state. Returns the
+    state's bytes, None where there is no product. Raises SpecError where memory is too small.
+    """
+    import cupy
+
+    size = needed(spec, arrays).size
+    state = cupy.empty(STATE, np.uint8) if memory is None else memory[:STATE]
+    memory = cupy.empty(size, np.uint8) if memory is None else memory
+    at, state_at = place(memory).address, place(state).address
+    if memory.nbytes < size or at % ALIGNED:
+        raise SpecError(
+            f"the workspace has {memory.nbytes} bytes at address {at}: this call needs {size} "
+            f"at a multiple of {ALIGNED}"
+        )
+    placed = {name: place(x) for name, x in arrays.items()}
+    count = multiprocessors(cupy.cuda.runtime.getDevice())
+    execute(prepare(spec, placed, Room(at, state_at), count), spec)
+    return state if any(products_of(spec)) else None
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of a device."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
+
+
+def execute(steps: Steps, spec: QkvSpec) -> None:
+    """Make every step on the current stream."""
+    import cupy
+
+    kernels = compiled(steps.instance)
+    for step in steps.steps:
+        if isinstance(step, Launch):
+            launch(kernels[step.entry], step)
+        elif isinstance(step, Narrow):
+            multiply_narrow(step, OPERANDS[spec.precision], steps.cublas, CUBLAS)
+        else:
+            assert isinstance(step, Fill)
+            stream = cupy.cuda.get_current_stream().ptr
+            cupy.cuda.runtime.memsetAsync(step.address, 0, step.size, stream)
+
+
+def launch(kernel: Any, step: Launch) -> None:
+    """One kernel; its parameters are copied while it is launched."""
+    import cupy
+
+    pointers = array("q", [parameter.buffer_info()[0] for parameter in step.parameters])
+    cupy.cuda.driver.launchKernel(
+        kernel.kernel.ptr, step.grid, 1, 1, THREADS[step.entry], 1, 1, 0,
+        cupy.cuda.get_current_stream().ptr, pointers.buffer_info()[0], 0,
+    )  # fmt: skip
+
+
+@functools.cache
+def compiled(instance: Instance) -> dict[str, Any]:
+    """The kernels of an instance; CuPy compiles them at the first use on a device and keeps them on disk."""
+    import cupy
+
+    module = cupy.RawModule(code=instance.source())
+    return {entry: module.get_function(entry) for entry in ENTRIES}

@@ -1,0 +1,126 @@
+"""`qkv_rope_backward` for one spec, called many times, its memory known in advance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ropegrad.arrays import Array
+from ropegrad.backends import choose, find
+from ropegrad.backends.base import Inputs
+from ropegrad.backends.cupy_tensor import allocate, describe_dense, device_of, read_status, run
+from ropegrad.backends.qkv_status import Status
+from ropegrad.backends.qkv_workspace import workspace
+from ropegrad.calls import qkv_spec
+from ropegrad.cost import qkv_cost
+from ropegrad.errors import SpecError
+from ropegrad.outputs import QkvBiasGrads, QkvGrads, judge_out
+from ropegrad.spec import QKV_BIASES, QkvSpec
+
+_INPUTS = (
+    "grad_query", "grad_key", "grad_value", "hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin",
+)  # fmt: skip
+_TENSOR = "cupy_tensor"
+Arrays = tuple[Array | None, ...]
+
+
+def plan_qkv_rope_backward(spec: QkvSpec, *, backend: str | None = None) -> QkvPlan:
+    """A plan for `qkv_rope_backward` calls of one spec.
+
+    The spec says namespace="cupy" for CuPy arrays; which device it names does not matter. backend: as for
+    `qkv_rope_backward`. Raises SpecError if no backend can run it.
+    """
+    return QkvPlan(spec, choose(spec, backend).name)
+
+
+@dataclass(frozen=True)
+class QkvPlan:
+    """`qkv_rope_backward` for one spec: call it with the nine arrays and, if they are there, `out=`.
+
+    Cheap, picklable, and one plan serves many threads; `status` is of the call that began last.
+    """
+
+    spec: QkvSpec
+    backend: str
+    _last: list[Array] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __call__(
+        self, *arrays: Array | None, out: Arrays | None = None, workspace: Array | None = None
+    ) -> QkvGrads | QkvBiasGrads:
+        """The gradients, as `ropegrad.qkv_rope_backward` gives them. Raises SpecError as it does.
+
+        workspace: an array of `workspace_bytes` bytes on the device, which the call may overwrite until it
+        has ended on its stream; without it the call takes memory from CuPy's pool. Only for cupy_tensor.
+        """
+        if workspace is not None and self.backend != _TENSOR:
+            raise SpecError(f"{self.backend} takes no workspace: leave workspace= away")
+        spec, inputs, given = self._judged(arrays, out)
+        results = self._run(spec, inputs, given, workspace)
+        kind = self._kind
+        return kind(*map(results.get, kind._fields))
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """Memory that a call takes besides contiguous outputs; None where the backend cannot tell."""
+        return workspace(self.spec).size if self.backend == _TENSOR else None
+
+    def explain(self) -> str:
+        """The backend, the bytes it must move and, for cupy_tensor, its steps and the rule of the scales."""
+        cost = qkv_cost(self.spec)
+        lines = [f"backend: {self.backend}"]
+        lines.append(f"  reads {cost.read} bytes, writes {cost.written}, {cost.flops} operations")
+        if self.backend == _TENSOR:
+            lines += [f"  {line}" for line in describe_dense(self.spec)]
+        return "\n".join(lines)
+
+    def status(self) -> Status | None:
+        """Which scales the last call took; waits for its device. None before the first, and elsewhere.
+
+        Of a call that was captured in a graph: what its last replay took.
+        """
+        return read_status(self._last[0]) if self._last else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QkvPlan, (self.spec, self.backend)
+
+    @property
+    def _kind(self) -> type[QkvGrads] | type[QkvBiasGrads]:
+        return QkvBiasGrads if set(QKV_BIASES) & set(self.spec.needs) else QkvGrads
+
+    def _run(self, spec: QkvSpec, inputs: Inputs, given: Inputs | None, workspace: Array | None) -> Inputs:
+        if self.backend != _TENSOR:
+            return find(self.backend).qkv_rope_backward(spec, inputs, given)
+        with device_of(inputs):
+            results = given if given is not None else allocate(spec)
+            state = run(spec, inputs | results, None if workspace is None else _bytes(workspace))
+        self._last[:] = [] if state is None else [state]
+        return results
+
+    def _judged(self, arrays: Arrays, out: Arrays | None) -> tuple[QkvSpec, Inputs, Inputs | None]:
+        """The call's spec, on its own device, its inputs and outputs. SpecError if it is of another spec."""
+        if len(arrays) != len(_INPUTS):
+            raise SpecError(f"{len(arrays)} arrays given: a plan takes {len(_INPUTS)}, {', '.join(_INPUTS)}")
+        inputs = {name: x for name, x in zip(_INPUTS, arrays, strict=True) if x is not None}
+        mine, rope = self.spec, self.spec.rope
+        spec = qkv_spec(
+            inputs, needs=mine.needs, table=rope.table, layout=rope.layout, pairing=rope.pairing,
+            precision=mine.precision, accumulate=rope.accumulate,
+        )  # fmt: skip
+        if replace(spec, rope=replace(spec.rope, device=rope.device)) != mine:
+            raise SpecError(f"the arrays are of another spec than the plan: {_difference(spec, mine)}")
+        return spec, inputs, judge_out(spec, self._kind._fields, out, inputs)
+
+
+def _difference(spec: QkvSpec, planned: QkvSpec) -> str:
+    """What differs, field by field."""
+    pairs = [(one.name, spec, planned) for one in fields(spec) if one.name != "rope"]
+    pairs += [(one.name, spec.rope, planned.rope) for one in fields(spec.rope) if one.name != "device"]  # type: ignore[misc]
+    wrong = [(name, getattr(a, name), getattr(b, name)) for name, a, b in pairs]
+    return ", ".join(f"{name} {a!r}, planned {b!r}" for name, a, b in wrong if a != b)
+
+
+def _bytes(memory: Array) -> Array:
+    """A contiguous array as bytes."""
+    if not memory.flags.c_contiguous:
+        raise SpecError("the workspace is not contiguous: pass a plain array of bytes")
+    return memory.reshape(-1).view("uint8")

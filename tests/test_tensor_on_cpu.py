@@ -1,0 +1,281 @@
+"""The tensor-core backend's promise, proved without a GPU: its kernels on the CPU, its products in NumPy."""
+
+import functools
+import itertools
+import pickle
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import shim
+from conftest import need, skip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ropegrad as rg
+from ropegrad.backends.cupy_tensor import CupyTensor
+from ropegrad.backends.qkv_instance import ENTRIES, Instance
+from ropegrad.backends.qkv_launch import OPERANDS
+from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
+from ropegrad.verify import bounds
+from ropegrad.verify.cases import qkv_edge_cases
+from ropegrad.verify.check import check
+from ropegrad.verify.draws import make_case
+from ropegrad.verify.placing import MEMORY
+from ropegrad.verify.runners import run_backend
+from ropegrad.verify.strategies import cases, qkv_specs
+
+if shim.why_not() is not None:
+    skip(shim.why_not())
+need("cupy", "compile")
+
+from tensor_on_cpu import DTYPES, PLAIN, Launching, compile_all, on_cpu, prepared, run, whole  # noqa: E402
+from wide_ranges import KINDS, ROPE, SPEC, wide_case  # noqa: E402
+
+ORDERS = st.integers(0, 2**16)
+PRECISIONS = ("high", "medium")
+
+
+def judge(case, launching=PLAIN):
+    verdict = check(case, functools.partial(run, launching=launching))
+    assert verdict.passed, verdict.findings
+
+
+def promised(case, precision):
+    return replace(case, spec=replace(case.spec, precision=precision))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_edge_cases(precision):
+    dtypes = DTYPES if precision == "high" else ("float32",)
+    turns = [
+        (promised(case, precision), Launching(order=i, into=bool(i % 2), widest=1))
+        for i, case in enumerate(qkv_edge_cases())
+        if case.spec.rope.dtype in dtypes
+    ]
+    compile_all(prepared(*turn)[2].instance for turn in turns)
+    for turn in turns:
+        judge(*turn)
+
+
+@functools.cache
+def compile_narrow():
+    """What float32 takes with single-element accesses, as one program."""
+    flags = itertools.product(OPERANDS.values(), *[(False, True)] * 3)
+    compile_all(
+        Instance(
+            storage="float32", table="float32", operand=operand, vector=1, matrix_vector=1,
+            interleaved=interleaved, half_table=half_table, add=add,
+        )
+        for operand, interleaved, half_table, add in flags
+    )  # fmt: skip
+
+
+def any_problem(examples, dtypes, widest):
+    memory = st.sampled_from([kind for kind in MEMORY if kind != "misaligned"])
+
+    @settings(max_examples=examples)
+    @given(
+        case=cases(qkv_specs(dtypes=dtypes), memory), precision=st.sampled_from(PRECISIONS),
+        into=st.booleans(), flushes=st.booleans(), order=ORDERS,
+    )  # fmt: skip
+    def body(case, precision, into, flushes, order):
+        judge(promised(case, precision), Launching(order, None, into, flushes, widest))
+
+    body()
+
+
+def test_any_problem():
+    compile_narrow()
+    any_problem(20, ("float32",), 1)
+
+
+@pytest.mark.long
+def test_many_problems():
+    any_problem(3000, DTYPES, 8)
+
+
+# ---- ranges that a 16-bit operand does not have ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_range_breaks_the_promise(kind, precision):
+    for seed in range(4):
+        values = "sparse" if seed % 2 else "normal"  # sums so short that their bounds are sharp
+        case = promised(wide_case(kind, seed, values=values), precision)
+        judge(case, Launching(order=seed, flushes=seed > 1, widest=1))
+
+
+def componentwise(case, launching):
+    """Whether all errors are TF32's, product by product: `high` without its term for scaling."""
+    with mock.patch.object(bounds, "_normwise", return_value=0.0):
+        return check(case, functools.partial(run, launching=launching))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_such_ranges_cost_no_product_its_accuracy(kind):
+    verdict = componentwise(wide_case(kind, 5), Launching(widest=1))
+    assert verdict.passed, verdict.findings
+
+
+def test_without_the_second_thought_reciprocal_rows_lose_it():
+    fault = "return lost > product + kept;", "return false;"
+    assert not componentwise(wide_case("reciprocal rows"), Launching(fault=fault, widest=1)).passed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_range_breaks_the_promise_of_many_draws(kind):
+    for seed in range(200):
+        spec = replace(
+            SPEC, rope=replace(ROPE, accumulate=bool(seed % 3 == 0)), precision=PRECISIONS[seed % 2]
+        )
+        judge(wide_case(kind, seed, spec, ("normal", "sparse", "scales")[seed % 3]), Launching(flushes=True))
+
+
+EXPECTED = {  # own scales: rows of D in D·W, its columns in Dᵀ·X; columns of D, X, W; computed anew
+    "zeros": ([0, 0], [0, 0, 0], [0, 0]), "padding": ([0, 0], [0, 0, 0], [0, 0]),
+    "tokens": ([1, 0], None, [0, 0]), "heads": ([0, 1], None, [0, 0]),
+    "weight column": ([0, 0], [0, 0, 1], [0, 0]), "hidden channel": ([0, 0], [0, 1, 0], [0, 0]),
+    "nonfinite": ([0, 0], [0, 0, 0], [0, 0]), "reciprocal rows": (None, None, [0, 1]),
+    "nearly overflowing": (None, None, [1, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_scales_are_as_fine_as_they_must_be(kind):
+    _, state = whole(wide_case(kind), Launching(widest=1))
+    for name, value in zip(("own", "own_columns", "recompute"), EXPECTED[kind], strict=True):
+        assert value is None or list(state[name]) == value, name
+
+
+FLAGS = ("own", "own_columns", "unscale", "again", "again_d", "recompute")
+
+
+def test_ordinary_data_take_one_scale_and_one_pass():
+    for values in ("normal", "tiny_gradients", "sparse"):
+        _, state = whole(make_case(SPEC, 3, values=values), Launching(widest=1))
+        assert not any(state[flag].any() for flag in FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("tokens", ("own_rows = !fits<Operand>(rows, exact);", "own_rows = false;")),
+        ("heads", ("own_columns = !fits<Operand>(columns, exact);", "own_columns = false;")),
+        ("hidden channel", ("s.own_columns[X] = own;", "s.own_columns[X] = 0;")),
+        ("weight column", ("s.own_columns[W] = own;", "s.own_columns[W] = 0;")),
+        ("one huge element",
+         ("if (!fits<Operand>(rows, guessed) || !fits<Operand>(columns, guessed)) {", "if (false) {")),
+        ("tokens",
+         ("if (last ? !s.again_d : !s.again[D]) d.rows = 0;", "if (last || !s.again[D]) d.rows = 0;")),
+        ("all tiny", (" || exponent < -107 - 2 * Window<Operand>::low || exponent > 127;", ";")),
+        ("subnormal", ("times(times(x, power_of_two(half)), power_of_two(exponent - half))",
+                       "times(x, power_of_two(exponent))")),
+    ],
+)  # fmt: skip
+def test_planted_faults_break_it(kind, fault):
+    launching = Launching(fault=fault, flushes=True, widest=1)
+    verdicts = [check(wide_case(kind, seed), functools.partial(run, launching=launching)) for seed in (0, 1)]
+    assert not all(verdict.passed for verdict in verdicts)
+
+
+@pytest.mark.parametrize(("precision", "least"), [("high", 11.5), ("medium", 8.5)])
+def test_effective_bits_of_long_sums(precision, least):
+    rope = replace(ROPE, batch=1, seq=256, head_dim=64, rotary_dim=64, table_batch=1)
+    case = make_case(QkvSpec(rope=rope, hidden_size=64, precision=precision), 2)
+    verdict = check(case, run, measure_bits=True)
+    assert verdict.passed, verdict.findings
+    assert min(verdict.bits.values()) >= least, verdict.bits
+    assert len(verdict.bits) == 4
+
+
+# ---- the pass ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wide_accesses_give_the_same_bits(dtype):
+    rope = replace(ROPE, batch=1, seq=70, head_dim=32, rotary_dim=16, table_batch=1, dtype=dtype)
+    case = make_case(QkvSpec(rope=rope, hidden_size=40, precision="high", needs=QKV_NEEDS), 1)
+    narrow, wide = (run(case, Launching(widest=widest)) for widest in (1, 8))
+    judge(case)
+    for name in case.outputs:
+        assert np.array_equal(narrow[name].view(np.uint8), wide[name].view(np.uint8)), name
+
+
+def test_the_same_bits_in_any_order_of_threads():
+    case = wide_case("tokens and heads")
+    first, *others = (run(case, Launching(order=order, widest=1)) for order in range(3))
+    for other in others:
+        assert all(np.array_equal(first[name], other[name]) for name in case.outputs)
+
+
+def test_no_chain_of_products_is_longer_than_a_tensor_core_may_add():
+    rope = RopeSpec(
+        batch=1, heads=1, kv_heads=1, seq=17_000, head_dim=2, rotary_dim=2, table_batch=1, needs=()
+    )
+    judge(make_case(QkvSpec(rope=rope, hidden_size=4, precision="high", needs=("q_weight", "k_weight")), 1))
+
+
+# ---- the backend's own calls -------------------------------------------------------------------------------
+
+PRODUCT = ["stream", "workspace", "pointers 1", "product", "pointers 0", "stream"]
+
+
+def test_the_public_call():
+    """Python, launches and cuBLAS's calls as on a GPU; all cases have kernels that other tests compile."""
+    for i, case in enumerate(qkv_edge_cases()):
+        if case.spec.rope.dtype == "float32" and not case.spec.accumulate:
+            with on_cpu() as device:
+                into = bool(i % 2)
+                ours = functools.partial(run_backend, backend="cupy_tensor", into=into)
+                verdict = check(promised(case, "high"), ours)
+            assert verdict.passed, verdict.findings
+            assert "".join(device.called).count("".join(PRODUCT)) == device.called.count("product")
+
+
+def test_one_product_makes_the_weights_gradients_where_they_are_neighbours():
+    with on_cpu() as device:
+        run_backend(make_case(SPEC, 1), "cupy_tensor")
+    assert [name for name in device.called if name in ENTRIES] == [
+        "qkv_guess", "qkv_convert", "qkv_judge", "qkv_convert", "qkv_finish", "qkv_convert", "qkv_finish",
+    ]  # fmt: skip
+    assert device.called.count("product") == 2
+
+
+def test_plan():
+    case = wide_case("heads")
+    with on_cpu() as device:
+        plan = rg.plan_qkv_rope_backward(SPEC, backend="cupy_tensor")
+        assert plan.status() is None
+        arrays = [device.keep(x) for x in case.inputs.values()]
+        right = plan(*arrays)
+        assert plan.status().own_scales == ("channels of the gradients, for the weights' gradients",)
+        assert "unscaled apart: the weights' gradients" in str(plan.status())
+        room = device.keep(shim.empty(plan.workspace_bytes, np.uint8))
+        before = len(device.held)
+        out = tuple(device.keep(shim.empty(SPEC.output(need)[0], np.float32)) for need in SPEC.needs)
+        got = plan(*arrays, out=out, workspace=room)
+        assert len(device.held) == before + len(out), "something was allocated"
+        with pytest.raises(rg.SpecError, match="this call needs"):
+            plan(*arrays, out=out, workspace=room[:-256])
+        with pytest.raises(rg.SpecError, match="hidden_size 32, planned 33"):
+            rg.plan_qkv_rope_backward(replace(SPEC, hidden_size=33), backend="cupy_tensor")(*arrays)
+        assert str(plan.workspace_bytes) in plan.explain()
+    assert all(a is b for a, b in zip(got, out, strict=True))
+    for grads in (right, got):
+        assert check(case, lambda case, grads=grads: grads._asdict()).passed
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_what_it_cannot_do_it_says():
+    why_not = CupyTensor().why_not
+    cupy = replace(SPEC, rope=replace(ROPE, namespace="cupy"))
+    assert why_not(cupy) is None
+    assert "numpy" in why_not(SPEC)
+    assert "highest" in why_not(replace(cupy, precision="highest"))
+    assert "float64" in why_not(replace(cupy, rope=replace(cupy.rope, table_dtype="float64")))
+    assert "projections" in why_not(cupy.rope)
+    assert "rows" in why_not(replace(cupy, hidden_size=1 << 31))
