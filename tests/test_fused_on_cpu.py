@@ -14,7 +14,8 @@ from ropegrad.backends.rope_config import Config
 from ropegrad.spec import RopeSpec
 from ropegrad.verify.cases import rope_edge_cases
 from ropegrad.verify.check import check
-from ropegrad.verify.draws import MEMORY, make_case
+from ropegrad.verify.draws import make_case
+from ropegrad.verify.placing import MEMORY
 from ropegrad.verify.strategies import cases, rope_specs
 
 if shim.why_not() is not None:
