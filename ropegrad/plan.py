@@ -30,6 +30,9 @@ def plan_rope_backward(spec: RopeSpec, *, backend: str | None = None) -> RopePla
     The spec says namespace="cupy" for CuPy arrays; which device it names does not matter. backend: as for
     `rope_backward`. Raises SpecError if no backend can run it.
     """
+    given: object = spec
+    if not isinstance(given, RopeSpec):
+        raise SpecError(f"spec must be a ropegrad.RopeSpec, got {type(given).__name__}")
     return RopePlan(spec, choose(spec, backend).name)
 
 

@@ -30,6 +30,9 @@ def plan_qkv_rope_backward(spec: QkvSpec, *, backend: str | None = None) -> QkvP
     The spec says namespace="cupy" for CuPy arrays; which device it names does not matter. backend: as for
     `qkv_rope_backward`. Raises SpecError if no backend can run it.
     """
+    given: object = spec
+    if not isinstance(given, QkvSpec):
+        raise SpecError(f"spec must be a ropegrad.QkvSpec, got {type(given).__name__}")
     return QkvPlan(spec, choose(spec, backend).name)
 
 

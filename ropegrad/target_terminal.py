@@ -198,4 +198,4 @@ def details(one: Broken) -> Iterator[str]:
     for names, arrays in alike.items():
         yield f"diagnosis: {', '.join(arrays)}: {'; or '.join(names)}"
     if one.excuses:
-        yield f"no fault if the domain is stated as {' or '.join(one.excuses)}"
+        yield f"no fault was seen inside the domain {' or '.join(one.excuses)}"

@@ -97,3 +97,18 @@ def test_accumulating_bfloat16_sums_does_not_stall(backend):
     table = np.ones((1, 2), ml_dtypes.bfloat16)
     grads = rg.rope_backward(ones, None, ones, None, table, table, backend=backend)
     assert (grads.grad_cos.astype(np.float32) == 1024).all()
+
+
+def test_gradients_of_v_alone_need_no_table(backend):
+    """README: inputs that only other gradients read may be None."""
+    rng = np.random.default_rng(3)
+    grad_value = rng.standard_normal((2, 2, 8, 16)).astype(np.float32)
+    hidden = rng.standard_normal((2, 8, 12)).astype(np.float32)
+    absent = [None] * 5
+    grads = rg.qkv_rope_backward(
+        None, None, grad_value, hidden, *absent, needs=("v_weight",), backend=backend
+    )
+    rows = grad_value.transpose(0, 2, 1, 3).reshape(16, 32).astype(np.float64)
+    exact = rows.T @ hidden.reshape(16, 12)
+    size = np.abs(rows.T) @ np.abs(hidden.reshape(16, 12))
+    assert (np.abs(grads.grad_v_weight - exact) <= 17 * 2.0**-24 * size).all()

@@ -133,3 +133,10 @@ def test_the_last_call_is_known_by_its_arrays_as_long_as_they_live():
 def test_what_cannot_be_known_is_not(out):
     assert key_of((on_device(),), out) is None
     assert key_of((on_device(),), (on_device(),), ["q"]) is None
+
+
+@pytest.mark.parametrize("make", [rg.plan_rope_backward, rg.plan_qkv_rope_backward])
+@pytest.mark.parametrize("spec", [None, "a spec", 3])
+def test_a_plan_of_something_else_is_refused(make, spec):
+    with pytest.raises(rg.SpecError, match=f"spec must be a ropegrad.*got {type(spec).__name__}"):
+        make(spec)

@@ -59,7 +59,7 @@ def test_a_wrong_function_is_named_with_its_fault_and_its_excuse(monkeypatch, ca
     assert status == 1
     assert "NO wrong value in" in printed
     assert "grad_q, grad_k: uses its own sine instead of its partner's" in printed
-    assert "no fault if the domain is stated as --tables equal-halves" in printed
+    assert "no fault was seen inside the domain --tables equal-halves" in printed
     assert "WRONG, 1 rule broken" in printed
     status, printed = verify("own_sine", "--tables", "equal-halves", monkeypatch=monkeypatch, capsys=capsys)
     assert status == 0, printed

@@ -104,17 +104,18 @@ class NumpyTiled:
 
     def _rotation(self, spec: RopeSpec, inputs: Inputs, *, forward: bool) -> projection.Rotate:
         """What rotates x into y, forward or back, both in the caller's layout."""
-        tables = Tables(spec, inputs, forward=forward)
 
-        def run(source: NumpyArray, target: NumpyArray, task: Task, scratch: Scratch) -> None:
+        def run(tables: Tables, source: NumpyArray, target: NumpyArray, task: Task, scratch: Scratch) -> None:
             for tile in task:
                 part, into = (array[tile.batch, :, tile.tokens] for array in (source, target))
                 g = rows(part[..., : spec.rotary_dim], "g", scratch)
                 rotate(g, swap(g, spec.pairing, scratch), *tables.of(tile), into, part, scratch)
 
         def rotate_all(x: NumpyArray, y: NumpyArray) -> None:
+            tables = Tables(spec, inputs, forward=forward)  # not there where only v's gradients are wanted
             source, target = (axes.to_bhsd(np, array, spec.layout) for array in (x, y))
-            self._run(spec, [partial(run, source, target, task) for task in self._schedule(spec)])
+            jobs: list[Job] = [partial(run, tables, source, target, task) for task in self._schedule(spec)]
+            self._run(spec, jobs)
 
         return rotate_all
 

@@ -69,5 +69,5 @@ def sentences(seen: Examination) -> str:
             if fault.names:
                 lines.append(f"    diagnosis: {fault.array}: {'; or '.join(fault.names)}")
         if broken.excuses:
-            lines.append(f"    no fault if the domain is stated as {' or '.join(broken.excuses)}")
+            lines.append(f"    no fault was seen inside the domain {' or '.join(broken.excuses)}")
     return "\n".join(lines)

@@ -111,6 +111,7 @@ _ROPE = [
     _rope("whole numbers that tell their index", values="coded"),
     _rope("real tables, whole numbers", values="coded", tables="llama3"),
     *[_rope(f"{n} tokens", seq=n, batch=1) for n in (2, 13, 16, 17, 31, 33, 64, 65, 127, 129)],
+    *[_rope(f"{n} tokens", **_ONE, seq=n, head_dim=4) for n in (301, 1031, 4099)],
     *[_rope(f"GQA ratio {n}", heads=2 * n) for n in (1, 3, 4, 8)],
     _rope("33 heads, 11 of k", heads=33, kv_heads=11),
     _rope("scaled tables, far positions", tables="far", values="scales"),

@@ -63,7 +63,7 @@ class Examination:
         judged = [trial for trial in self.trials if trial.status != "declined"]
         if not judged:
             return 2
-        return 1 if self.broken else 0
+        return 1 if self.broken or any(trial.faults for trial in judged) else 0
 
 
 Progress = Callable[[str], None]
@@ -174,12 +174,14 @@ def _shadows(trials: list[Trial]) -> set[tuple[str, str]]:
         for fault in trial.faults:
             if fault.rule in VALUES or fault.rule == "stale output":
                 counts.setdefault(fault.array, Counter())[fault.rule] += 1
-    return {
-        (rule, array)
-        for array, rules in counts.items()
-        for rule, count in rules.items()
-        if count * SHADOW < max(rules.values()) or any(rules[other] for other in EXPLAINED.get(rule, ()))
-    }
+    shadows = set()
+    for array, rules in counts.items():
+        explained = {rule for rule in rules if any(rules[other] for other in EXPLAINED.get(rule, ()))}
+        most = max(count for rule, count in rules.items() if rule not in explained)
+        shadows |= {
+            (rule, array) for rule, count in rules.items() if rule in explained or count * SHADOW < most
+        }
+    return shadows  # of every output at least one rule is left: no explanation is explained in a circle
 
 
 def _told(fault: Fault, rule: str, shadows: set[tuple[str, str]]) -> bool:
