@@ -18,7 +18,6 @@ from ropegrad.spec import RopeSpec
 from ropegrad.tiles import Task, Tile
 
 NumpyArray = np.ndarray[Any, Any]
-_EVERYTHING = Tile(slice(None), slice(None))
 
 
 class Scratch:
@@ -139,42 +138,6 @@ class RopeBackward:
             return part
         rows = part if total is None else np.concatenate([total, part])
         return np.add.reduce(rows, axis=0, keepdims=True)  # row after row: the first axis is the slowest
-
-
-def small_rope_backward(spec: RopeSpec, inputs: Inputs, out: Outputs) -> None:
-    """The gradients of a problem so small that the number of NumPy calls is its cost: q's heads and k's are
-    stacked and done at once."""
-    compute, width, heads = numpy_dtype(spec.compute), spec.rotary_dim, spec.heads or 0
-    grad, x = (stacked(spec, [inputs[name] for name in names]) for names in _SIDES)
-    g, x = grad[..., :width], x[..., :width]
-    scratch = Scratch(compute)
-    swapped = swap(g, spec.pairing, scratch)
-    for name, factor in (("cos", g), ("sin", swapped)):
-        if name in spec.needs:
-            product = factor * x
-            total = np.add.reduce(product[:, :heads], axis=1)  # in the order of the tiled sums
-            total += np.add.reduce(product[:, heads:], axis=1)
-            if spec.table_batch != spec.batch:
-                total = np.add.reduce(total, axis=0, keepdims=True)
-            write_table(spec, name, total, _with_batch(out[f"grad_{name}"]))
-    if "q" in spec.needs or "k" in spec.needs:
-        cos, coefficient = Tables(spec, inputs, forward=False).of(_EVERYTHING)
-        rotated = np.empty(grad.shape, compute)
-        rotate(g, swapped, cos, coefficient, rotated, grad, scratch)
-        for side, part in (("q", rotated[:, :heads]), ("k", rotated[:, heads:])):
-            if side in spec.needs:
-                target = axes.to_bhsd(np, out[f"grad_{side}"], spec.layout)
-                store(part, target, accumulate=spec.accumulate)
-
-
-_SIDES = (("grad_q_embed", "grad_k_embed"), ("q", "k"))
-
-
-def stacked(spec: RopeSpec, arrays: list[NumpyArray]) -> NumpyArray:
-    """q's heads and k's in one array in C order: its strides decide the order of sums."""
-    sides = [axes.to_bhsd(np, array, spec.layout) for array in arrays]
-    shape = (spec.batch, sum(side.shape[1] for side in sides), spec.seq, spec.head_dim)
-    return np.concatenate(sides, axis=1, out=np.empty(shape, numpy_dtype(spec.compute)))
 
 
 def write_table(spec: RopeSpec, name: str, total: NumpyArray, target: NumpyArray) -> None:

@@ -5,9 +5,11 @@ What happens to a tile is in `numpy_tile`, what is multiplied in `numpy_products
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from ropegrad.arrays import numpy_dtype
 from ropegrad.backends import numpy_projection as projection
 from ropegrad.backends.base import Inputs, Outputs, quiet
 from ropegrad.backends.numpy_products import copies
+from ropegrad.backends.numpy_small import NEEDED, small_rope_backward
 from ropegrad.backends.numpy_tile import (
     NumpyArray,
     RopeBackward,
@@ -22,7 +25,6 @@ from ropegrad.backends.numpy_tile import (
     Tables,
     rotate,
     rows,
-    small_rope_backward,
     swap,
 )
 from ropegrad.backends.threads import share
@@ -31,7 +33,6 @@ from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.tiles import Task, Tile, channels, cores, tasks
 
 SMALL = 1 << 12  # channels up to which the number of NumPy calls is what costs
-_STACKED = {"grad_q_embed", "grad_k_embed", "q", "k"}
 PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
 
 Job = Callable[[Scratch], None]
@@ -70,7 +71,7 @@ class NumpyTiled:
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of RoPE; see `ropegrad.rope_backward`."""
         results = out if out is not None else _allocate(spec)
-        if spec.batch and channels(spec) <= SMALL and inputs.keys() >= _STACKED:
+        if spec.batch and channels(spec) <= SMALL and inputs.keys() >= NEEDED:
             small_rope_backward(spec, inputs, results)
             return results
         kernel = RopeBackward(spec, inputs, results)
@@ -132,9 +133,11 @@ class NumpyTiled:
         return self.threads or (1 if channels(spec) < PARALLEL else cores())
 
 
-def _allocate(spec: RopeSpec | QkvSpec) -> Outputs:
-    return {
-        f"grad_{need}": np.empty(shape, numpy_dtype(dtype))
-        for need in spec.needs
-        for shape, dtype in [spec.output(need)]
-    }
+def _allocate(spec: RopeSpec) -> Outputs:
+    return {name: np.empty(shape, dtype) for name, shape, dtype in _outputs(spec)}
+
+
+@functools.lru_cache(maxsize=256)
+def _outputs(spec: RopeSpec) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    made = ((need, *spec.output(need)) for need in spec.needs)
+    return [(f"grad_{need}", shape, numpy_dtype(dtype)) for need, shape, dtype in made]
