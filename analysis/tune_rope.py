@@ -5,7 +5,7 @@ the same heads, and on the whole workload against the others; the right ones tak
 and the copy of `ropegrad limits` at the same bytes; the best meet again in a longer run. Prints a table, and
 writes one JSON line a workload and configuration of the longer run.
 
-    python analysis/tune_rope.py [--cases N ...] [--samples N] [--all] [--out FILE]
+    python analysis/tune_rope.py [--cases N ... | --other N] [--samples N] [--all] [--rule] [--out FILE]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import cupy
@@ -40,6 +41,30 @@ from ropegrad.verify.draws import input_shapes
 from ropegrad.verify.runners import to_namespace, to_numpy
 
 Arrays = dict[str, Any]
+
+
+def others(count: int) -> Iterator[tuple[str, RopeSpec]]:
+    """Workloads that no suite has: heads, ratios, widths, layouts and tables at random, 16 to 400 MB."""
+    random = Random(2026)
+    while count:
+        kv_heads, ratio = (
+            random.choice((1, 2, 4, 5, 6, 8, 16, 32)),
+            random.choice((1, 2, 3, 4, 5, 6, 7, 8, 12)),
+        )
+        head_dim = random.choice((64, 80, 96, 112, 128, 160, 192, 256))
+        batch, seq = random.choice((1, 2, 3, 4, 8)), random.randrange(100, 10_000)
+        spec = RopeSpec(
+            batch=batch, heads=kv_heads * ratio, kv_heads=kv_heads, seq=seq, head_dim=head_dim,
+            rotary_dim=head_dim // random.choice((1, 1, 1, 2)),
+            layout=random.choice(("bhsd", "bshd", "sbhd")),
+            table_batch=batch, pairing=random.choice(("half", "half", "interleaved")),
+            table=random.choice(("full", "full", "half")),
+        )  # fmt: skip
+        if kv_heads * ratio <= 128 and 16e6 <= rope_cost(spec).moved <= 4e8:
+            count -= 1
+            heads = f"B={batch} S={seq} H={spec.heads}/{kv_heads}"
+            turned = f" R={spec.rotary_dim}" if spec.rotary_dim < head_dim else ""
+            yield f"{heads} D={head_dim}{turned} {spec.layout} {spec.pairing} {spec.table}", spec
 
 
 # ---- configurations ----------------------------------------------------------------------------------------
@@ -88,7 +113,7 @@ def label(config: Config) -> str:
 # ---- right? ------------------------------------------------------------------------------------------------
 
 
-def few_tokens(spec: RopeSpec, config: Config) -> str | None:
+def few_tokens(spec: RopeSpec, config: Config | None) -> str | None:
     """What is wrong with this configuration on a few tokens; None if nothing is."""
     case = make_case(replace(spec, batch=1, seq=5, table_batch=1), 1)
 
@@ -199,6 +224,8 @@ def tune(name: str, spec: RopeSpec, samples: int, every: bool, only: bool) -> li
         ours = {key: calls(spec, config, sets) for key, config in configs.items()}
         return measure({**ours, **others}, "span", l2=here.l2, samples=n)
 
+    reason = few_tokens(spec, None)
+    assert reason is None, reason
     configs = right(iter(()) if only else candidates(spec))
     first = timed(configs, ceiling, 8)
     ranked = sorted(configs, key=lambda key: first[key].median_us)
@@ -235,12 +262,13 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the suite's cases, from 0")
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--all", action="store_true", help="also write what left after the short runs")
+    parser.add_argument("--other", type=int, default=0, help="so many workloads outside the suite instead")
     parser.add_argument("--rule", action="store_true", help="time only what the rule chooses")
     parser.add_argument("--dtype", default="float32", help="of everything: float32, float16 or bfloat16")
     parser.add_argument("--needs", nargs="+", default=["q", "k", "cos", "sin"])
     parser.add_argument("--out", default="tune-rope.jsonl")
     given = parser.parse_args()
-    suite = list(rope_suite().items())
+    suite = list(others(given.other)) if given.other else list(rope_suite().items())
     chosen = [suite[i] for i in given.cases] if given.cases else suite
     print(f"{devices.current().name}, CuPy {cupy.__version__}; microseconds, and their ratio to the ceiling")
     print(f"{'case':24} {'MB':>6} {'ceiling':>8} {'rule':>8} {'':6} {'best':>8} {'':6} configuration")
