@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -47,13 +47,13 @@ class Judged:
     Parameters
     ----------
     op
-        rope (problem 068) or qkv (problem 064).
+        rope (problem 068) or qkv (problem 064). Default: rope.
     of
         backward, or forward: a differentiable forward of torch or jax, whose gradients are judged.
     dps
         The target writes into outputs that come last among its arguments.
     arrays
-        The kind of arrays that the target takes.
+        The kind of arrays that the target takes. Default: numpy.
     device
         Default: cuda for cupy, else cpu.
     needs
@@ -80,10 +80,10 @@ class Judged:
         GiB that the target may take beyond its imports.
     """
 
-    op: Literal["rope", "qkv"] = "rope"
+    op: Literal["rope", "qkv"] | None = None
     of: Literal["backward", "forward"] = "backward"
     dps: Annotated[bool, cyclopts.Parameter(negative="")] = False
-    arrays: Literal["numpy", "torch", "cupy", "jax"] = "numpy"
+    arrays: Literal["numpy", "torch", "cupy", "jax"] | None = None
     device: Literal["cpu", "cuda"] | None = None
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
     table_dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
@@ -111,7 +111,7 @@ class Judged:
         from ropegrad.verify.target import Contract
 
         contract = Contract(
-            op=self.op, of=self.of, arrays=self.arrays, dps=self.dps, dtype=self.dtype,
+            op=self.op or "rope", of=self.of, arrays=self.arrays or "numpy", dps=self.dps, dtype=self.dtype,
             device=self.device or ("cuda" if self.arrays == "cupy" else "cpu"),
             table_dtype=self.table_dtype or self.dtype, table_shape=self.table_shape, layout=self.layout,
             pairing=self.pairing, table=self.table, adjoint=self.adjoint, precision=self.precision,
@@ -266,48 +266,86 @@ def limits(
     return show(Screen(), json_file=json, commit=commit)
 
 
+Several = cyclopts.Parameter(consume_multiple=True, negative="")
+
+
 @app.command
 def bench(
-    *,
-    suite: Literal["headline", "rope", "qkv"] = "headline",
+    *targets: str,
+    judged: Judged | None = None,
+    suite: Literal["headline", "rope", "qkv", "rope-qk", "rope-qk-bshd", "all"] | None = None,
     case: str | None = None,
+    backend: Annotated[tuple[str, ...], Several] = (),
+    protocol: Annotated[tuple[Literal["span", "graph", "wall"], ...], Several] = (),
+    without_rivals: Annotated[bool, cyclopts.Parameter(negative="")] = False,
+    quick: Annotated[bool, cyclopts.Parameter(negative="")] = False,
     threads: int | None = None,
-    samples: int = 15,
-    json: Annotated[
-        Path | None, cyclopts.Parameter(help="Write the records to this file, one a line.")
-    ] = None,
+    samples: int | None = None,
+    json: Annotated[Path | None, cyclopts.Parameter(help="Add the records to this file, one a line.")] = None,
     commit: str | None = None,
     reproduce: Path | None = None,
 ) -> int:
-    """How fast the CPU backends are, beside a copy of the same bytes and beside NumPy, PyTorch and JAX.
+    """How fast gradients are: ropegrad's backends, your TARGETs, and what else is installed.
 
-    Everything is checked before it is timed; then all take turns, on equally many threads. Exit status: 0, or
-    1 if a backend of ropegrad is wrong, or 2 if nothing could be measured.
+    On the GPU if CuPy sees one, else on the CPU; --arrays cupy or numpy says which. Everybody is checked on
+    the inputs that are then timed, and who is wrong has no time; then all take turns, beside what the device
+    can do at best (a copy of the same bytes, bare matrix products). What cannot be measured as it was asked
+    for is recorded as INVALID, with the reason. It may be interrupted: the same command with --json goes on
+    with the cases that the file lacks. Exit status: 0, or 1 if a backend of ropegrad or a target is wrong, or
+    2 if something could not be measured.
 
     Parameters
     ----------
+    targets
+        Functions of yours, package.module:function or path/to/file.py:function, called in this process.
     suite
-        Four cases, or the 16 of benchmark problem 068 (rope) or 064 (qkv).
+        The 16 cases of benchmark problem 068 (rope) or 064 (qkv), or both (all); the gradients of q and k
+        alone (rope-qk, and in the layout bshd); or headline, four cases, which is the default.
     case
         Only the case of this name.
+    backend
+        Only these backends of ropegrad's; default: all that can run here.
+    protocol
+        How a time is read: span (first kernel's start to last kernel's end), graph (a captured CUDA graph),
+        wall (the host's clock). Default: span and graph on a GPU, wall on a CPU.
+    without_rivals
+        Leave PyTorch, JAX, Triton, Liger-Kernel and plain NumPy out.
+    quick
+        The smallest case of each operation, five samples, no torch.compile: under a minute on a CPU.
     threads
-        For each contender; default: a thread a core that this process may use.
+        On a CPU, for each contender; default: a thread a core that this process may use.
     samples
-        Calls that are timed of each contender; the median is shown.
+        Calls that are timed of each contender; the median is shown. Default: 15 on a CPU, 30 on a GPU.
     commit
         Recorded as the code's commit; default: what git says.
     reproduce
         A file of records: measure its cases again, on as many threads or on the GPU that is here, and show
         old, new and ratio. Exit status 0 if every time is within 3 % or 0.3 µs, else 1.
     """
-    from ropegrad.bench.cpu_terminal import show
-    from ropegrad.bench.reproduce_terminal import reproduce as again
-    from ropegrad.tiles import cores
+    from ropegrad.bench.asked import Asked, judge_again, settle
+    from ropegrad.bench.bench_terminal import bench as measure
+    from ropegrad.bench.place import Choice
+    from ropegrad.bench.reproduce_terminal import reproduce as measure_again
 
-    if reproduce is not None:
-        return again(Screen(), reproduce, samples=samples, json_file=json, commit=commit)
-    count = cores() if threads is None else threads
-    return show(Screen(), suite, case=case, threads=count, samples=samples, json_file=json, commit=commit)
+    screen, said = Screen(), judged or Judged()
+    try:
+        if (said.timeout, said.memory) != (Judged.timeout, Judged.memory):
+            raise ropegrad.SpecError("--timeout and --memory bound a process of its own: use ropegrad verify")
+        op = said.op or ("qkv" if suite == "qkv" else "rope")
+        contract, domain, _ = replace(said, op=op).facts()
+        asked = Asked(
+            suite=suite, op=said.op, targets=targets, contract=contract, domain=domain, arrays=said.arrays,
+            case=case, protocols=protocol, choice=Choice(backend, not without_rivals, quick),
+            threads=threads, samples=samples, json=json, commit=commit,
+        )  # fmt: skip
+        if reproduce is None:
+            return measure(screen, asked)
+        judge_again(asked)
+        settle(asked)
+    except ropegrad.SpecError as error:
+        screen.print(f"ropegrad bench: {error}", style="bold red", highlight=False, markup=False)
+        return 2
+    return measure_again(screen, reproduce, samples=samples, json_file=json, commit=commit)
 
 
 @app.command

@@ -21,7 +21,7 @@ from ropegrad.bench import device as devices
 from ropegrad.bench import evidence
 from ropegrad.bench.evidence import Evidence, Outcome
 from ropegrad.bench.run import digest
-from ropegrad.bench.suite import TIMED
+from ropegrad.bench.workloads import TIMED
 from ropegrad.tiles import cores
 from ropegrad.verify.conformance import NAMESPACES, backends_of
 

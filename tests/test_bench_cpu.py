@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from conftest import need
 
-from ropegrad import cli, records
-from ropegrad.bench import competitors, cpu, threads
-from ropegrad.bench.competitors import FORMULAS, NUMPY, Contender
+from ropegrad import records
+from ropegrad.bench import competitors, threads
+from ropegrad.bench import on_cpu as cpu
+from ropegrad.bench.competitors import FORMULAS, NUMPY
+from ropegrad.bench.contender import Contender, is_textbook
+from ropegrad.bench.place import Choice
+from ropegrad.bench.suite import time_case
+from ropegrad.bench.workloads import Problem, timed_suite
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.tiles import cores
 from ropegrad.verify import check, make_case
@@ -25,7 +30,7 @@ SPECS = {
     "float64": dataclasses.replace(ROPE, dtype="float64", table_dtype="float64"),
     "qkv": QkvSpec(rope=dataclasses.replace(ROPE, needs=()), hidden_size=24),
 }
-RUN = cpu.Run(threads=1, samples=2, commit="none", digest="none", device="here", versions={})
+PLACE = cpu.start(threads=1, samples=2, commit="none", command="none")
 
 
 def passes(case, call, **options):
@@ -37,13 +42,13 @@ def passes(case, call, **options):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_every_formula_is_right_in_numpy(spec, formula):
     case = make_case(spec, 1)
-    body = competitors._body(case, NUMPY, formula)
+    body = competitors.body_of(spec, NUMPY, formula)
     assert passes(case, lambda: body(*case.inputs.values()))
 
 
 def contenders(spec, backends):
     case = make_case(spec, 1)
-    return case, [c for c in competitors.competitors(case) if c.backend in backends]
+    return case, [c for c in competitors.competitors(spec) if c.backend in backends]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -53,7 +58,9 @@ def test_torch_and_jax_are_right(spec):
     case, found = contenders(spec, ("torch", "jax.jit"))
     assert {c.backend for c in found} == {"torch", "jax.jit"}
     for contender in found:
-        assert passes(case, contender.call, flushes=contender.backend == "jax.jit"), contender.kernel
+        assert passes(case, contender.bind(case.inputs), flushes=contender.backend == "jax.jit"), (
+            contender.kernel
+        )
 
 
 @pytest.mark.long
@@ -63,37 +70,48 @@ def test_every_formula_is_right_in_torch_compile(spec):
     case, found = contenders(spec, ("torch.compile",))
     assert len(found) == 2 * len(FORMULAS)
     for contender in found:
-        assert passes(case, contender.call), contender.kernel
+        assert passes(case, contender.bind(case.inputs)), contender.kernel
 
 
-def measured(monkeypatch, *planted):
-    monkeypatch.setattr(cpu, "competitors", lambda case: planted)
-    return list(cpu.measure(RUN, "small", ROPE, lambda what: None))
+def planted(name, call):
+    return Contender(name, name, "it", None, {}, lambda inputs: lambda: call(inputs))
 
 
-def test_each_record_has_its_check_and_its_samples(monkeypatch, tmp_path):
-    found = measured(monkeypatch)
+def right(inputs):
+    return competitors.body_of(ROPE, NUMPY, FORMULAS[0])(*inputs.values())
+
+
+def measured(*others):
+    everybody = [*PLACE.contenders(ROPE, Choice(rivals=False)), *others]
+    return time_case(PLACE, Problem("rope", "small", ROPE), everybody, ["wall"], lambda what: None)
+
+
+def test_each_record_has_its_check_and_its_samples(tmp_path):
+    found = measured()
     assert found[0].op == "copy"
     assert {r.backend for r in found[1:]} >= {"numpy_tiled"}
     assert all(r.passed and len(r.samples_us) == 2 for r in found)
     assert found[0].bytes == pytest.approx(found[1].bytes, abs=1)
+    assert found[1].effective_bits["grad_q"] > 20
     records.write(tmp_path / "cpu.jsonl", found)
     assert records.read(tmp_path / "cpu.jsonl") == found
 
 
-def test_what_is_wrong_or_fails_has_no_time(monkeypatch):
-    case = make_case(ROPE, 1)
-    right = competitors._body(case, NUMPY, FORMULAS[0])(*case.inputs.values())
-    wrong = (right[0] * np.float32(1.001), *right[1:])
+def test_what_is_wrong_or_fails_has_no_time():
+    def wrong(inputs):
+        first, *others = right(inputs)
+        return [first * np.float32(1.001), *others]
 
-    def fails():
+    def fails(inputs):
         raise RuntimeError("no compiler\nat all")
 
+    def writes(inputs):
+        results = right(inputs)
+        inputs["q"][...] = 0
+        return results
+
     found = measured(
-        monkeypatch,
-        Contender("right", "it", lambda: right),
-        Contender("wrong", "it", lambda: wrong),
-        Contender("fails", "it", fails),
+        *(planted(one.__name__, one) for one in (right, wrong, fails, writes)), planted("last", right)
     )
     by_name = {r.backend: r for r in found}
     assert by_name["right"].median_us is not None
@@ -101,22 +119,42 @@ def test_what_is_wrong_or_fails_has_no_time(monkeypatch):
     assert "times its bound" in by_name["wrong"].note
     assert by_name["fails"].median_us is None
     assert by_name["fails"].note == "RuntimeError: no compiler"
+    assert by_name["writes"].median_us is None
+    assert by_name["writes"].note == "q changed during the call"
+    assert by_name["last"].median_us is not None, "what another did to the inputs is undone"
+
+
+def test_shared_memory_of_outputs_hides_no_fault():
+    """Two formulas may write into the same arrays: each is judged by what it wrote."""
+    shared = [np.empty_like(x) for x in right(make_case(ROPE, 1).inputs)]
+
+    def into(factor):
+        def call(inputs):
+            for array, result in zip(shared, right(inputs), strict=True):
+                array[...] = result * np.float32(factor)
+            return shared
+
+        return call
+
+    found = measured(planted("wrong", into(1.01)), planted("right", into(1)))
+    assert [r.backend for r in found if not r.passed] == ["wrong"]
 
 
 def test_all_take_turns_and_who_begins_rotates():
     seen = []
-    names = "abc"
-    cpu.race([Contender(n, "", lambda n=n: seen.append(n)) for n in names], 3)
+    taken = cpu.race({n: lambda n=n: seen.append(n) for n in "abc"}, 3)
     assert "".join(seen[::2]) == "abcbcacab"
     assert seen[::2] == seen[1::2]
+    assert {name: len(times) for name, times in taken.items()} == dict.fromkeys("abc", 3)
 
 
 def test_the_copy_copies_everything():
-    cost = cpu.rope_cost(ROPE)
+    cost = Problem("rope", "", ROPE).cost
     for count in (1, 3):
-        (target,) = cpu._copy(cost, count)()
-        assert target.size == cost.moved // 2
-        assert target.all()
+        copy = cpu.Copy(dataclasses.replace(PLACE, threads=count), cost)
+        copy.call()
+        assert copy.target.size == cost.moved // 2
+        assert copy.target.all()
 
 
 def test_threads_are_limited_and_given_back():
@@ -130,27 +168,7 @@ def test_threads_are_limited_and_given_back():
     assert "this process may use 1 to" in threads.unlimited(cores() + 1)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--case", "none"], "no case 'none': rope B=1 S=2048"),
-        (["--threads", "0"], "--threads 0"),
-        (["--samples", "0"], "--samples 0: at least one"),
-    ],
-)
-def test_a_bench_that_cannot_be_says_why(monkeypatch, capsys, given, said):
-    need("threadpoolctl", "cpu")
-    monkeypatch.setattr("sys.argv", ["ropegrad", "bench", *given])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert said in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize("suite", ["headline", "rope", "qkv"])
 def test_every_workload_suits_the_competitors(suite):
-    for spec in cpu.workloads(suite).values():
-        geometry = spec if isinstance(spec, RopeSpec) else spec.rope
-        assert (geometry.table, geometry.pairing, geometry.layout) == ("full", "half", "bhsd")
-        assert geometry.rotary_dim == geometry.head_dim
-        assert geometry.table_batch == geometry.batch
+    for spec in timed_suite(suite).values():
+        assert is_textbook(spec)

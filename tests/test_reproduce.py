@@ -3,13 +3,16 @@
 import sys
 
 import pytest
+from conftest import need
 from measured import changed, contender, cpu, qkv_case, record, rope_case, suites, without_tables
 
 from ropegrad import cli, records
-from ropegrad.bench import cpu as cpu_bench
-from ropegrad.bench import reproduce, reproduce_terminal
+from ropegrad.bench import on_cpu, reproduce, reproduce_terminal
 from ropegrad.bench.facts import OPS, identity
+from ropegrad.bench.place import Choice
 from ropegrad.bench.reproduce import Pair, differences, pairs, spec_of
+from ropegrad.bench.suite import time_case
+from ropegrad.bench.workloads import Problem
 from ropegrad.spec import RopeSpec
 from ropegrad.suites import SUITES
 
@@ -108,11 +111,12 @@ def test_status_and_table(factor, status, monkeypatch, capsys, tmp_path):
 
 def test_a_cpus_records_are_measured_again(monkeypatch, capsys, tmp_path):
     """Whether the times agree is not judged here."""
+    need("threadpoolctl", "cpu")
     spec = RopeSpec(batch=1, heads=4, kv_heads=2, seq=16, head_dim=16, rotary_dim=16, table_batch=1)
-    monkeypatch.setattr(cpu_bench, "competitors", lambda case: iter(()))
-    monkeypatch.setattr(cpu_bench, "OURS", (("numpy_tiled", True), ("numpy_tiled", False)))
-    run_ = cpu_bench.Run(threads=1, samples=2, commit="c", digest="d", device="a CPU", versions={})
-    old = list(cpu_bench.measure(run_, "tiny", spec, lambda text: None))
+    place = on_cpu.start(threads=1, samples=2, commit="c", command="d")
+    mine = [*place.contenders(spec, Choice(("numpy_tiled",), rivals=False))]
+    old = time_case(place, Problem("rope", "tiny", spec), mine, ["wall"], lambda text: None)
+    old = [changed(one, device="a CPU") for one in old]
     file, new_file = tmp_path / "r.jsonl", tmp_path / "new.jsonl"
     records.write(file, old)
     monkeypatch.setenv("COLUMNS", "140")
@@ -124,3 +128,12 @@ def test_a_cpus_records_are_measured_again(monkeypatch, capsys, tmp_path):
     said = capsys.readouterr().out
     assert "device: a CPU, here " in said
     assert f"of {len(old)} times" in said
+
+
+def test_who_was_timed_by_what_is_timed_again():
+    old = [*rope_case(ROPE), *rope_case(ROPE, protocol="span/events"), *cpu()]
+    first, *others = reproduce.cases(old)
+    assert (first.problem.suite, first.problem.name, first.threads) == ("rope", ROPE, None)
+    assert first.protocols == ("graph", "span")
+    assert first.choice == Choice(("cupy_plain", "portable"), rivals=True)
+    assert [one.threads for one in others] == [2] * 4

@@ -1,8 +1,8 @@
 """What the suites are timed against is right itself, and what is wrong gets no time."""
 
 import io
-import math
 from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +10,12 @@ from conftest import need
 from rich.console import Console
 from test_limits import RUN
 
-from ropegrad.bench import suite, suite_terminal
-from ropegrad.bench.rivals import Contender
+from ropegrad import records
+from ropegrad.bench import bench_terminal, suite_terminal
+from ropegrad.bench.contender import Contender, refusing
+from ropegrad.bench.suite import time_case
 from ropegrad.bench.timing import Timing
-from ropegrad.cost import rope_cost
+from ropegrad.bench.workloads import Problem
 from ropegrad.records import Record
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.check import check
@@ -41,46 +43,114 @@ def test_every_formula_of_pytorch_is_the_exact_adjoint(spec, number):
     assert verdict.passed, verdict.findings
 
 
-def contender(factor):
+class Stand:
+    """A GPU without one: NumPy arrays, the real turns, times that are given."""
+
+    run, samples, options, protocols = RUN, 3, MappingProxyType({}), ("span", "graph")
+
+    def __init__(self, us=50.0, stuck=()):
+        self.us, self.stuck = us, stuck
+
+    def refusal(self, protocol):
+        return None if protocol in ("span", "graph") else "there is no such clock"
+
+    def refuses(self, one, call, protocol):
+        return "it cannot be captured" if protocol == "graph" and one.name in self.stuck else None
+
+    def sets(self, case, read):
+        return [{name: x.copy() for name, x in case.inputs.items()} for _ in range(2)]
+
+    def ceiling(self, problem):
+        return SimpleNamespace(contenders={"copy": [lambda: None]}, records=lambda *_: ())
+
+    def time(self, contenders, protocol):
+        if "lost" in contenders:
+            raise RuntimeError("CUPTI saw nothing of 3 calls, the first of lost")
+        for calls in contenders.values():
+            for call in calls:
+                call()
+        name = "span/cupti" if protocol == "span" else protocol
+        return {one: Timing(name, (self.us, self.us + 1, self.us + 2)) for one in contenders}
+
+    def digest(self, one):
+        return "0" * 16
+
+
+def contender(name="cupy_plain", factor=1, backend="cupy_plain", columns=None):
     def bind(inputs):
-        def run():
+        def call():
             from ropegrad import api
 
-            grads = api.rope_backward(*inputs.values())
-            return [grads[0] * np.float32(factor), *grads[1:]]
+            first, *others = (x[..., :columns] for x in api.rope_backward(*inputs.values()))
+            return [first * np.float32(factor), *others]
 
-        return run
+        return call
 
-    return Contender(f"times {factor}", "cupy_plain", "a kernel", None, {}, bind)
+    return Contender(name, backend, "a kernel", None, {}, bind)
+
+
+def timed(*everybody, place=None, protocols=("graph",), spec=ROPE):
+    problem = Problem("rope", "a case", spec)
+    return time_case(place or Stand(), problem, everybody, protocols, lambda what: None)
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1, True), (1.001, False)])
 def test_only_what_is_right_has_a_time(factor, right):
-    case = make_case(ROPE, 1)
-    one = contender(factor)
-    verdict = suite._judge(case, one, one.bind(case.inputs))
-    assert verdict.passed is right
-    timing = Timing("graph", (50.0, 51.0, 52.0))
-    found = suite._record(RUN, "rope", "a case", ROPE, rope_cost(ROPE), one, timing, verdict)
+    (found,) = timed(contender(factor=factor))
     assert (found.median_us == 51.0) is right
     assert found.passed is right
     assert found.effective_bits["grad_cos"] > 20
+    assert found.spec["suite"] == "rope"
 
 
 def test_a_contender_that_gives_the_wrong_shape_is_wrong():
-    case = make_case(ROPE, 1)
-
-    def run():
-        from ropegrad import api
-
-        return [x[..., :4] for x in api.rope_backward(*case.inputs.values())]
-
-    verdict = suite._judge(case, contender(1), run)
-    found = suite._record(
-        RUN, "rope", "a case", ROPE, rope_cost(ROPE), contender(1), Timing("graph", ()), verdict
-    )
+    (found,) = timed(contender(columns=4))
     assert not found.passed
     assert found.median_us is None
+
+
+def test_what_cannot_be_honoured_is_invalid_with_the_reason():
+    asked = [contender(), refusing("cupy_tensor", ROPE, "cupy_tensor cannot run this: it has no rope")]
+    found = timed(*asked, contender("stuck", backend="target"), place=Stand(stuck=("stuck",)),
+                  protocols=("span", "graph", "wall"))  # fmt: skip
+    said = {(r.options["contender"], r.protocol): r.invalid for r in found}
+    assert said == {
+        **{("cupy_plain", protocol): None for protocol in ("span/cupti", "graph")},
+        **{("cupy_tensor", protocol): "INVALID: cupy_tensor cannot run this: it has no rope"
+           for protocol in ("span/cupti", "graph", "wall")},
+        ("stuck", "span/cupti"): None, ("stuck", "graph"): "INVALID: it cannot be captured",
+        **{(name, "wall"): "INVALID: there is no such clock" for name in ("cupy_plain", "stuck")},
+    }  # fmt: skip
+    assert all((r.median_us is None) is (r.invalid is not None) for r in found)
+
+
+def test_a_time_below_the_floor_is_invalid():
+    spec = replace(ROPE, seq=64 * 1024, heads=1, kv_heads=1, batch=1, table_batch=1)
+    (found,) = timed(contender(), place=Stand(us=0.001), spec=spec)
+    assert found.passed
+    assert "us is less than" in found.invalid
+
+
+def test_a_target_that_cannot_be_timed_costs_nobody_else_a_time():
+    found = {r.options["contender"]: r for r in timed(contender(), contender("lost", backend="target"))}
+    assert found["cupy_plain"].median_us == 51.0
+    assert "CUPTI saw nothing" in found["lost"].invalid
+    with pytest.raises(RuntimeError, match="CUPTI"):
+        timed(contender("lost"))
+
+
+def test_a_target_that_keeps_its_results_is_found_out():
+    kept = {}
+
+    def bind(inputs):
+        from ropegrad import api
+
+        return lambda: kept.setdefault("results", api.rope_backward(*inputs.values()))
+
+    cheat = Contender("cheat", "target", "a kernel", None, {}, bind)
+    (found,) = timed(cheat)
+    assert found.median_us is None
+    assert found.note.startswith("on other data in the same memory: grad_q")
 
 
 def record(op, backend, us, protocol="graph", precision=None, **options):
@@ -100,43 +170,43 @@ ROWS: list[Record] = [
 ]  # fmt: skip
 
 
-def test_the_ceiling_and_the_rivals_of_a_case():
-    assert suite_terminal.ceiling_us(ROWS) == 10.0
-    assert suite_terminal.torch_us(ROWS) == {"eager": 90.0, "compile": 60.0, "best": 55.0}
+def test_the_ceiling_and_ours():
+    assert bench_terminal.ceiling_of(ROWS).median_us == 10.0
+    assert bench_terminal.best(ROWS).median_us == 25.0
     products = [record("products", "cublas", us, precision=p) for us, p in ((9.0, "tf32"), (30.0, "fp32"))]
-    assert suite_terminal.ceiling_us(products) == 30.0
-    assert suite_terminal.ceiling_us([]) is None
+    assert bench_terminal.ceiling_of(products).median_us == 30.0
+    assert bench_terminal.ceiling_of([]) is None
 
 
-def test_the_table_names_protocol_ceiling_and_ratio():
+def test_the_table_names_protocol_ceiling_and_ratios():
     screen = io.StringIO()
-    suite_terminal.show(Console(file=screen, width=120, highlight=False), ROWS)
+    bench_terminal.show_case(Console(file=screen, width=120, highlight=False), "rope B=1", ROWS)
     said = screen.getvalue()
-    assert "graph" in said
-    assert "NVIDIA H200" in said
-    (row,) = (line.split() for line in said.splitlines() if line.startswith("ok"))
-    assert row == ["ok", "B1", "S8", "10.0", "25.0", "2.50", "90.0", "60.0", "55.0"]
+    assert "rope B=1, graph: 0.01 ms, the ceiling (stream)" in said
+    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line.startswith("cupy")}
+    assert rows == {"cupy_plain": ["0.025", "±0", "2.50", "1.00", "-", "0.5"]}
 
 
-def test_a_run_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
-    file = tmp_path / "times.jsonl"
-    asked = []
+def test_the_suites_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    """As `scripts/gpu` calls it; records of other code go first."""
+    file, asked = tmp_path / "times.jsonl", []
+    place = Stand()
+    place.contenders = lambda spec, choice: iter([contender()])
+    small = [Problem("rope", name, ROPE) for name in ("one", "two", "three")]
+    monkeypatch.setattr(suite_terminal.on_gpu, "start", lambda *_: place)
+    monkeypatch.setattr(suite_terminal, "problems", lambda *_: small)
+    monkeypatch.setattr(suite_terminal, "kept", lambda path: records.read(path) if path.exists() else [])
+    real = bench_terminal.time_case
 
-    def time_suite(run, op, progress, samples, *, rivals, skip):
-        asked.append(list(skip))
-        yield [replace_case(row, name) for row in ROWS for name in [f"case {len(asked)}"]]
+    def time_case(place, problem, *others):
+        asked.append(problem.name)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(place, problem, *others)
 
-    def replace_case(row, name):
-        import msgspec
-
-        return msgspec.structs.replace(row, case=name)
-
-    monkeypatch.setattr(suite_terminal, "time_suite", time_suite)
-    monkeypatch.setattr(suite_terminal, "start", lambda commit, command: RUN)
-    for _ in range(2):
-        assert suite_terminal.main(["rope", str(file), "--commit", "abc"]) == 0
-    assert asked[0] == []
-    assert asked[1] == ["case 1"]
-    cases = {row.case for row in suite_terminal.kept(file)}
-    assert cases == {"case 1", "case 2"}
-    assert math.isclose(suite_terminal.ceiling_us(suite_terminal.kept(file)) or 0, 10.0)
+    monkeypatch.setattr(bench_terminal, "time_case", time_case)
+    assert suite_terminal.main(["rope", str(file), "--samples", "3"]) == 130
+    assert [r.case for r in records.read(file)] == ["one"] * 2
+    assert suite_terminal.main(["rope", str(file), "--samples", "3"]) == 0
+    assert asked == ["one", "two", "two", "three"]
+    assert [r.case for r in records.read(file)] == [name for name in ("one", "two", "three") for _ in "sg"]

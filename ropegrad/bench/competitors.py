@@ -11,24 +11,17 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ropegrad.arrays import Array, numpy_dtype
+from ropegrad.backends.base import Inputs
+from ropegrad.bench.contender import Call, Contender, Spec, geometry, is_textbook, promise
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.case import Case
 from ropegrad.verify.runners import to_namespace
 
 Arrays = tuple[Array, ...]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to compute a case. `call` returns the outputs in the case's order, finished."""
-
-    backend: str
-    kernel: str
-    call: Callable[[], Arrays]
 
 
 @dataclass(frozen=True)
@@ -126,18 +119,20 @@ NUMPY = Ops(
 )
 
 
-def competitors(case: Case) -> Iterator[Contender]:
-    """Everything that is installed here; tables of the case must be full, [B, S, R], pairing half."""
-    yield from _numpy(case)
+def competitors(spec: Spec, *, compiled: bool = True) -> Iterator[Contender]:
+    """Everything that is installed here, if the formulas are for this spec."""
+    if not is_textbook(spec):
+        return
+    yield from _numpy(spec)
     if importlib.util.find_spec("torch"):
-        yield from _torch(case)
+        yield from _torch(spec, compiled=compiled)
     if importlib.util.find_spec("jax"):
-        yield from _jax(case)
+        yield from _jax(spec)
 
 
-def _body(case: Case, ops: Ops, formula: Formula) -> Callable[..., Arrays]:
-    spec = case.spec
-    compute = spec.compute if isinstance(spec, RopeSpec) else spec.rope.compute
+def body_of(spec: Spec, ops: Ops, formula: Formula) -> Callable[..., Arrays]:
+    """The outputs that are wanted, in their dtypes, from arrays in the problem's order."""
+    compute = geometry(spec).compute
     operation = rope if isinstance(spec, RopeSpec) else qkv
     dtypes = [spec.output(need)[1] for need in spec.needs]
 
@@ -148,12 +143,17 @@ def _body(case: Case, ops: Ops, formula: Formula) -> Callable[..., Arrays]:
     return body
 
 
-def _numpy(case: Case) -> Iterator[Contender]:
-    body, arrays = _body(case, NUMPY, FORMULAS[0]), list(case.inputs.values())
-    yield Contender("numpy", FORMULAS[0].name, lambda: body(*arrays))
+def _contender(spec: Spec, backend: str, kernel: str, bind: Callable[[Inputs], Call]) -> Contender:
+    flushes = backend == "jax.jit"  # XLA does, on CPUs
+    return Contender(f"{backend} {kernel}", backend, kernel, promise(spec), {}, bind, flushes=flushes)
 
 
-def _torch(case: Case) -> Iterator[Contender]:
+def _numpy(spec: Spec) -> Iterator[Contender]:
+    body = body_of(spec, NUMPY, FORMULAS[0])
+    yield _contender(spec, "numpy", FORMULAS[0].name, lambda inputs: partial(body, *inputs.values()))
+
+
+def _torch(spec: Spec, *, compiled: bool) -> Iterator[Contender]:
     torch = importlib.import_module("torch")
     torch.compiler.reset()  # past eight compilations of one function it would run eagerly
     ops = Ops(
@@ -162,23 +162,26 @@ def _torch(case: Case) -> Iterator[Contender]:
         roll=lambda x, by: torch.roll(x, by, -1),
         cast=lambda x, name: x.to(getattr(torch, name)),
     )
-    arrays = [to_namespace(x, "torch") for x in case.inputs.values() if x is not None]
-    out = tuple(
-        torch.empty(shape, dtype=getattr(torch, dtype))
-        for need in case.spec.needs
-        for shape, dtype in [case.spec.output(need)]
-    )
     for formula in FORMULAS[:2]:
-        eager = _body(case, ops, formula)
-        yield Contender("torch", formula.name, lambda body=eager: body(*arrays))  # type: ignore[misc]
-    for formula in FORMULAS:
-        body = _body(case, ops, formula)
+        eager = partial(_bind_torch, body_of(spec, ops, formula))
+        yield _contender(spec, "torch", formula.name, eager)
+    for formula in FORMULAS if compiled else ():
+        body = body_of(spec, ops, formula)
         fresh = torch.compile(body, dynamic=False, fullgraph=True)
-        yield Contender("torch.compile", formula.name, lambda body=fresh: body(*arrays))  # type: ignore[misc]
+        yield _contender(spec, "torch.compile", formula.name, partial(_bind_torch, fresh))
         into = torch.compile(_into(body), dynamic=False, fullgraph=True)
-        yield Contender(
-            "torch.compile", f"{formula.name}, out", lambda body=into: body(out, *arrays)  # type: ignore[misc]
-        )  # fmt: skip
+        yield _contender(spec, "torch.compile", f"{formula.name}, out", partial(_bind_torch_out, spec, into))
+
+
+def _bind_torch(body: Callable[..., Arrays], inputs: Inputs) -> Call:
+    return partial(body, *(to_namespace(x, "torch") for x in inputs.values()))
+
+
+def _bind_torch_out(spec: Spec, body: Callable[..., Arrays], inputs: Inputs) -> Call:
+    torch = importlib.import_module("torch")
+    forms = [spec.output(need) for need in spec.needs]
+    out = tuple(torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in forms)
+    return partial(body, out, *(to_namespace(x, "torch") for x in inputs.values()))
 
 
 def _into(body: Callable[..., Arrays]) -> Callable[..., Arrays]:
@@ -190,7 +193,7 @@ def _into(body: Callable[..., Arrays]) -> Callable[..., Arrays]:
     return written
 
 
-def _jax(case: Case) -> Iterator[Contender]:
+def _jax(spec: Spec) -> Iterator[Contender]:
     jax = importlib.import_module("jax")
     xp = jax.numpy
     ops = Ops(
@@ -199,6 +202,10 @@ def _jax(case: Case) -> Iterator[Contender]:
         roll=lambda x, by: xp.roll(x, by, axis=-1),
         cast=lambda x, name: x.astype(name),
     )
-    arrays = [to_namespace(x, "jax") for x in case.inputs.values() if x is not None]
-    body = jax.jit(_body(case, ops, FORMULAS[1]))
-    yield Contender("jax.jit", FORMULAS[1].name, lambda: jax.block_until_ready(body(*arrays)))
+    body = jax.jit(body_of(spec, ops, FORMULAS[1]))
+
+    def bind(inputs: Inputs) -> Call:
+        arrays = [to_namespace(x, "jax") for x in inputs.values()]
+        return lambda: jax.block_until_ready(body(*arrays))
+
+    yield _contender(spec, "jax.jit", FORMULAS[1].name, bind)

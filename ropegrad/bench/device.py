@@ -1,4 +1,4 @@
-"""The GPU a figure belongs to: name, driver, L2, clocks. Everything is read, nothing is set."""
+"""The device a figure belongs to: name, driver, L2, clocks. Everything is read, nothing is set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ropegrad.bench.datasheet import Datasheet, find
 
 @dataclass(frozen=True)
 class Device:
-    """The current device. l2 in bytes; driver: NVML's version, or the CUDA version that it supports."""
+    """A GPU, or a CPU, which has no bus and no L2 to flush.
+
+    l2 in bytes; driver: NVML's version, or the CUDA version that it supports; of a CPU the system's.
+    """
 
     name: str
     driver: str
@@ -28,7 +31,9 @@ class Device:
         return find(self.name)
 
     def clocks(self) -> dict[str, int] | None:
-        """MHz of "sm" and "memory" at this moment; None without NVML (package nvidia-ml-py)."""
+        """MHz of "sm" and "memory" at this moment; None without NVML (package nvidia-ml-py), or of a CPU."""
+        if not self.pci_bus:
+            return None
         try:
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()

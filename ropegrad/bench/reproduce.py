@@ -12,12 +12,21 @@ from typing import Any
 
 import msgspec
 
+from ropegrad.backends import BACKENDS
 from ropegrad.backends.cupy_plain import no_gpu
+from ropegrad.bench import on_cpu, on_gpu
+from ropegrad.bench.contender import TARGET, Contender, Spec
 from ropegrad.bench.facts import OPS, identity, suite_of
+from ropegrad.bench.place import Choice, Place
+from ropegrad.bench.suite import time_case
+from ropegrad.bench.targets import Target
+from ropegrad.bench.threads import limited
+from ropegrad.bench.workloads import WITHOUT_TABLES, Problem
 from ropegrad.records import Record
 from ropegrad.spec import QkvSpec, RopeSpec
+from ropegrad.verify.target import Contract
 
-Spec = RopeSpec | QkvSpec
+OWN = frozenset(backend.name for backend in BACKENDS)
 Progress = Callable[[str], None]
 RELATIVE, MICROSECONDS = 0.03, 0.3
 
@@ -84,18 +93,54 @@ def why_not(old: Sequence[Record]) -> str | None:
     if not [record for record in old if record.op in OPS]:
         return "these records are of no case of rope or qkv; ropegrad limits measures ceilings"
     reason = no_gpu()
-    if reason is not None and any(record.protocol != "wall" for record in old):
+    if reason is not None and any("threads" not in record.options for record in old if record.op in OPS):
         return f"these records are of a GPU, {old[0].device}: {reason}"
     return None
 
 
-def cases(old: Sequence[Record]) -> dict[tuple[str, str, bool], Record]:
-    """A record of each case, by suite, name, and whether it is of a CPU."""
-    return {
-        (suite_of(record), record.case, record.protocol == "wall"): record
-        for record in old
-        if record.op in OPS
-    }
+@dataclass(frozen=True)
+class Again:
+    """A case of old records: how many threads it had on a CPU, and who was timed by what."""
+
+    problem: Problem
+    threads: int | None
+    records: tuple[Record, ...]
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """As a user asks for them."""
+        return tuple(dict.fromkeys(record.protocol.partition("/")[0] for record in self.records))
+
+    @property
+    def choice(self) -> Choice:
+        """Our backends that were timed, and whether others were."""
+        names = dict.fromkeys(record.backend for record in self.records)
+        mine = tuple(name for name in names if name in OWN)
+        return Choice(mine, rivals=bool(set(names) - set(mine) - {TARGET}))
+
+    def targets(self) -> Iterator[Contender]:
+        """Those that can still be had. Raises NoTarget for the others."""
+        for facts in {str(r.options): r.options for r in self.records if r.backend == TARGET}.values():
+            contract = msgspec.convert(facts["contract"], Contract)
+            yield Target(facts["target"], contract).contender(self.problem.spec)
+
+
+def cases(old: Sequence[Record]) -> list[Again]:
+    """The cases, in the order of their first records."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in old:
+        if record.op in OPS:
+            key = (suite_of(record), record.case, record.precision, record.options.get("threads"))
+            groups.setdefault((*key, str(record.spec)), []).append(record)
+    return [
+        Again(_problem(group[0]), group[0].options.get("threads"), tuple(group)) for group in groups.values()
+    ]
+
+
+def _problem(record: Record) -> Problem:
+    suite = suite_of(record)
+    real = suite in WITHOUT_TABLES
+    return Problem(suite, record.case, spec_of(record), "llama3" if real else "benchmark")
 
 
 def spec_of(record: Record) -> Spec:
@@ -106,23 +151,20 @@ def spec_of(record: Record) -> Spec:
 
 
 def measure_again(
-    old: Sequence[Record], samples: int, progress: Progress, commit: str | None
+    old: Sequence[Record], samples: int | None, progress: Progress, commit: str | None
 ) -> Iterator[list[Record]]:
     """The records of one case after the other, everything that competes in it included."""
-    for (suite, name, on_cpu), record in cases(old).items():
-        spec = spec_of(record)
-        if on_cpu:
-            from ropegrad.bench import cpu
-            from ropegrad.bench.threads import limited
-
-            threads = int(record.options.get("threads", 1))
-            with limited(threads):
-                yield list(cpu.measure(cpu.start(threads, samples, commit), name, spec, progress))
+    for again in cases(old):
+        threads = again.threads
+        if threads is None:
+            yield _measure(on_gpu.start(samples or 30, commit), again, progress)
         else:
-            from ropegrad.bench.limits import Samples
-            from ropegrad.bench.run import start
-            from ropegrad.bench.suite import time_case
+            with limited(threads):
+                yield _measure(on_cpu.start(threads, samples or 15, commit), again, progress)
 
-            progress(f"{suite} {name}")
-            rivals = any(one.backend == "torch" for one in old)
-            yield time_case(start(commit), suite, name, spec, Samples(final=samples), rivals=rivals)
+
+def _measure(place: Place, again: Again, progress: Progress) -> list[Record]:
+    problem = again.problem
+    everybody = [*place.contenders(problem.spec, again.choice), *again.targets()]
+    tell: Progress = lambda what: progress(f"{problem.suite} {problem.name}: {what}")  # noqa: E731
+    return time_case(place, problem, everybody, again.protocols, tell)

@@ -12,11 +12,13 @@ from ropegrad.bench.facts import contender_of, suite_of
 from ropegrad.bench.reproduce import MICROSECONDS, RELATIVE, Pair, differences, measure_again, pairs, why_not
 from ropegrad.bench.terminal import columns
 from ropegrad.bench.threads import unlimited
+from ropegrad.errors import SpecError
 from ropegrad.records import Record
+from ropegrad.verify.target import NoTarget
 
 
 def reproduce(
-    console: Console, file: Path, *, samples: int, json_file: Path | None, commit: str | None
+    console: Console, file: Path, *, samples: int | None, json_file: Path | None, commit: str | None
 ) -> int:
     """Exit status 0 if all times were reproduced, 1 if not, 2 if they cannot be measured here."""
     try:
@@ -28,11 +30,15 @@ def reproduce(
         console.print(f"ropegrad bench: {reason}", style="bold red", highlight=False, markup=False)
         return 2
     new: list[Record] = []
-    with console.status("") as status:
-        for found in measure_again(old, samples, status.update, commit):
-            new += found
-            if json_file is not None:
-                records.write(json_file, new)
+    try:
+        with console.status("") as status:
+            for found in measure_again(old, samples, status.update, commit):
+                new += found
+                if json_file is not None:
+                    records.write(json_file, new)
+    except (NoTarget, SpecError) as error:
+        console.print(f"ropegrad bench: {error}", style="bold red", highlight=False, markup=False)
+        return 2
     return show(console, old, new)
 
 

@@ -4,50 +4,49 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ropegrad import api
+from ropegrad.backends import find
 from ropegrad.backends.base import Inputs
-from ropegrad.spec import QkvSpec, RopeSpec
-from ropegrad.verify.conformance import NAMESPACES, own_backends
+from ropegrad.bench.contender import Call, Contender, Spec, is_textbook, promise, refusing
+from ropegrad.spec import RopeSpec
+from ropegrad.verify.conformance import NAMESPACES, cannot_run, own_backends
 from ropegrad.verify.runners import options
 
-Spec = RopeSpec | QkvSpec
 _ROPE = ("grad_q_embed", "grad_k_embed", "q", "k", "cos", "sin")
-Call = Callable[
-    [], Sequence[Any]
-]  # launches on CuPy's current stream; gives the outputs in the problem's order
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to compute a case. `bind` takes a set of CuPy arrays by name; backend is what is at work."""
-
-    name: str
-    backend: str
-    kernel: str
-    precision: str | None
-    options: dict[str, Any]
-    bind: Callable[[Inputs], Call]
-
-
-def contenders(spec: Spec, *, rivals: bool) -> Iterator[Contender]:
-    """Ours, then theirs."""
-    for name in own_backends(spec):
-        if NAMESPACES.get(name) == "cupy":
-            yield Contender(name, name, name, _promise(spec), {}, partial(_bind_ours, spec, name))
+def contenders(spec: Spec, *, names: Sequence[str] = (), rivals: bool) -> Iterator[Contender]:
+    """Ours that can run here, or those of these names; then theirs."""
+    yield from _ours(spec, names)
     if not rivals or importlib.util.find_spec("torch") is None:
         return
     if isinstance(spec, RopeSpec) and set(spec.needs) == {"q", "k"}:
-        if importlib.util.find_spec("liger_kernel") is not None:
+        usual = (spec.pairing, spec.table, spec.adjoint) == ("half", "full", "exact")
+        usual = usual and spec.layout in ("bhsd", "bshd") and spec.rotary_dim == spec.head_dim
+        if usual and importlib.util.find_spec("liger_kernel") is not None:
             bind = partial(_bind_liger, spec.layout == "bshd")
             yield Contender("liger", "liger", "liger", None, {"in_place": True}, bind)
+        return
+    if not is_textbook(spec):
         return
     yield from _torch(spec)
     if isinstance(spec, RopeSpec) and importlib.util.find_spec("triton") is not None:
         yield Contender("triton", "triton", "triton", None, {}, _bind_triton)
+
+
+def _ours(spec: Spec, names: Sequence[str]) -> Iterator[Contender]:
+    for name in names or own_backends(spec):
+        reason = cannot_run(find(name), spec) if names else None
+        if NAMESPACES.get(name) != "cupy":
+            if names:
+                yield refusing(name, spec, f"{name} takes NumPy arrays: write --arrays numpy")
+        elif reason is not None:
+            yield refusing(name, spec, f"{name} cannot run this: {reason}")
+        else:
+            yield Contender(name, name, name, promise(spec), {}, partial(_bind_ours, spec, name))
 
 
 def _bind_ours(spec: Spec, backend: str, inputs: Inputs) -> Call:
@@ -75,11 +74,11 @@ def _torch(spec: Spec) -> Iterator[Contender]:
             if compiled or formula == "reference":
                 kernel = f"torch {'compile' if compiled else 'eager'}"
                 facts = {"formula": formula, "compiled": compiled}
-                bind = partial(_bind_torch, op, formula, compiled)
-                yield Contender(f"{kernel} {formula}", "torch", kernel, _promise(spec), facts, bind)
+                bind = partial(_bind_torch, op, formula, compiled, promise(spec) or "highest")
+                yield Contender(f"{kernel} {formula}", "torch", kernel, promise(spec), facts, bind)
 
 
-def _bind_torch(op: str, formula: str, compiled: bool, inputs: Inputs) -> Call:
+def _bind_torch(op: str, formula: str, compiled: bool, precision: str, inputs: Inputs) -> Call:
     import torch
 
     from ropegrad.bench.torch_formulas import FORMULAS
@@ -87,7 +86,7 @@ def _bind_torch(op: str, formula: str, compiled: bool, inputs: Inputs) -> Call:
     function = FORMULAS[op][formula]
     if compiled:
         function = torch.compile(function, dynamic=False)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision(precision)  # a run has one
     return _on_cupys_stream(function, _tensors(inputs))
 
 
@@ -135,7 +134,3 @@ def _on_cupys_stream(function: Callable[..., Sequence[Any]], tensors: list[Any])
             return function(*tensors)
 
     return run
-
-
-def _promise(spec: Spec) -> str | None:
-    return None if isinstance(spec, RopeSpec) else spec.precision

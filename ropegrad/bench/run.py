@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,18 @@ DECIDES: dict[str, tuple[str, ...]] = {
     "torch": ("bench/torch_formulas.py", *_TIMED, *_JUDGED),
     "triton": ("bench/triton_rope.py", *_TIMED, *_JUDGED),
     "liger": (*_TIMED, *_JUDGED),
+    "target": (*_TIMED, *_JUDGED),
+    "cpu": (
+        "bench/on_cpu.py",
+        "bench/competitors.py",
+        "bench/threads.py",
+        "tiles.py",
+        "backends/numba_*.py",
+        "backends/numpy_*.py",
+        "backends/portable.py",
+        "maths/*.py",
+        *_JUDGED,
+    ),
 }
 
 
@@ -52,6 +65,13 @@ def digest(backend: str) -> str:
     """Of the code that a backend's figures depend on."""
     package = Path(__file__).resolve().parent.parent
     return records.digest(path for pattern in DECIDES[backend] for path in package.glob(pattern))
+
+
+def digest_with(backend: str, source: Path | None) -> str:
+    """The same, and of a target's file, which may be edited between two runs."""
+    if source is None:
+        return digest(backend)
+    return hashlib.sha256(f"{digest(backend)} {records.digest([source])}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -71,22 +91,24 @@ class Run:
         error: Mapping[str, float | None],
         *,
         backend: str,
+        refused: str | None = None,
         **facts: Any,
     ) -> Record:
-        """A record; without a time if the check failed."""
+        """A record; without a time if the check failed or if it is refused with this reason."""
         floors = self.floors(facts)
         right = all(ratio is not None and ratio <= 1 for ratio in error.values()) and bool(error)
-        times: dict[str, Any] = {}
-        if right:
+        times: dict[str, Any] = {"invalid": f"INVALID: {refused}" if refused else None}
+        if right and timing.samples_us and not refused:
             rounded = [round(sample, 4) for sample in timing.samples_us]
             median, spread = records.median_and_spread(rounded)
             times = {"samples_us": rounded, "median_us": median, "spread_us": spread}
             times["invalid"] = invalid(median, floors) if floors else None
+        facts = {"note": timing.note, "digest": digest(backend) if "digest" not in facts else ""} | facts
         return Record(
             op=op, case=case, backend=backend, protocol=timing.protocol,
             device=self.device.name, driver=self.device.driver, clocks=self.device.clocks(),
-            versions=self.versions, commit=self.commit, digest=digest(backend), command=self.command,
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(), note=timing.note,
+            versions=self.versions, commit=self.commit, command=self.command,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
             floor_us=max(floors.values()) if floors else None, error_over_bound=dict(error), **times, **facts,
         )  # fmt: skip
 

@@ -1,132 +1,219 @@
-"""The two suites on a GPU: every contender checked, then all timed in turns, beside the device's ceilings.
+"""One case, on a CPU or on a GPU: everybody is checked on the inputs that are then timed, in turns.
 
-A case's records: the ceilings at its bytes (rope) or its bare matrix products (qkv), ropegrad's CuPy
-backends, PyTorch eager and compiled. All get the same inputs; each is judged against the oracle.
+A case's records: the ceilings at its bytes or its bare matrix products, ropegrad's backends, targets, rivals.
+All get the same inputs; each is judged against the oracle, and who is wrong has no time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ropegrad.bench import rivals as others
-from ropegrad.bench.limits import Progress, Samples, Tuned
-from ropegrad.bench.products import PRECISIONS, Product
-from ropegrad.bench.rivals import Contender, Spec, contenders
-from ropegrad.bench.run import Run
-from ropegrad.bench.timing import Call, Timing, measure, sets_needed
-from ropegrad.cost import Cost, qkv_cost, rope_cost
+import msgspec
+import numpy as np
+
+from ropegrad.backends.base import Inputs
+from ropegrad.bench.contender import TARGET, Call, Contender
+from ropegrad.bench.place import Place
+from ropegrad.bench.timing import Timing
+from ropegrad.bench.workloads import Problem
 from ropegrad.records import Record
-from ropegrad.spec import QkvSpec, RopeSpec
-from ropegrad.suites import SUITES, rope_suite
-from ropegrad.verify.case import Case
-from ropegrad.verify.check import Verdict, check
-from ropegrad.verify.conformance import seed
-from ropegrad.verify.draws import make_case
-from ropegrad.verify.runners import to_namespace, to_numpy
+from ropegrad.spec import QkvSpec
+from ropegrad.verify.case import Case, NumpyArray
+from ropegrad.verify.check import Finding, Verdict, check_all
+from ropegrad.verify.runners import to_numpy
 
-PROTOCOLS = ("span", "graph")
-
-
-WITHOUT_TABLES = {"rope-qk": "bhsd", "rope-qk-bshd": "bshd"}  # gradients of q and k alone, by layout
-TIMED = (*SUITES, *WITHOUT_TABLES)
+Progress = Callable[[str], None]
+HELD = 1 << 30  # bytes of outputs that are kept for one judgement
+PROTOCOLS = {"span": "span/cupti", "graph": "graph", "wall": "wall"}  # as asked for, and as recorded
 
 
-def timed_suite(name: str) -> dict[str, Spec]:
-    """The cases of one of TIMED; without the tables' gradients Liger-Kernel competes too."""
-    if name not in WITHOUT_TABLES:
-        return dict(SUITES[name]())
-    layout = WITHOUT_TABLES[name]
-    return {case: replace(spec, needs=("q", "k"), layout=layout) for case, spec in rope_suite().items()}
+@dataclass
+class Entry:
+    """A contender in a case: its calls on each set of inputs, and what the check said."""
+
+    one: Contender
+    calls: list[Call] = field(default_factory=list)
+    verdict: Verdict | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether it may be timed."""
+        return self.verdict is not None and self.verdict.passed
 
 
-# ---- one case ----------------------------------------------------------------------------------------------
-
-
-def time_suite(
-    run: Run, op: str, progress: Progress, samples: Samples, *, rivals: bool = True, skip: Sequence[str] = ()
-) -> Iterator[list[Record]]:
-    """The records of one case after the other, but for those to skip."""
-    for name, spec in timed_suite(op).items():
-        if name not in skip:
-            progress(f"{op} {name}")
-            yield time_case(run, op, name, spec, samples, rivals=rivals)
-
-
-def time_case(run: Run, op: str, name: str, spec: Spec, samples: Samples, *, rivals: bool) -> list[Record]:
-    """Check, tune the ceiling, then all in turns: by span, then by graph."""
-    tables = "llama3" if op in WITHOUT_TABLES else "benchmark"
-    case = make_case(spec, seed(name, "benchmark"), tables=tables, name=name)
-    cost = rope_cost(spec) if isinstance(spec, RopeSpec) else qkv_cost(spec)
-    first = {key: to_namespace(x, "cupy") for key, x in case.inputs.items() if x is not None}
-    count = sets_needed(cost.read, run.device.l2)
-    sets = [first, *({key: x.copy() for key, x in first.items()} for _ in range(count - 1))]
-    everybody = list(contenders(spec, rivals=rivals))
-    bound = {one.name: [one.bind(inputs) for inputs in sets] for one in everybody}
-    verdicts = {one.name: _judge(case, one, bound[one.name][0]) for one in everybody}
-    ceiling = Tuned(run, cost.moved, samples) if isinstance(spec, RopeSpec) else BareProducts(run, spec)
+def time_case(
+    place: Place, problem: Problem, everybody: Sequence[Contender], protocols: Sequence[str],
+    progress: Progress,
+) -> list[Record]:  # fmt: skip
+    """Check, then time all in turns by each protocol that is possible; what is not is recorded as INVALID."""
+    reasons = {protocol: place.refusal(protocol) for protocol in protocols}
+    entries = [Entry(one) for one in everybody]
     found: list[Record] = []
-    for protocol in PROTOCOLS:
-        right = {name: calls for name, calls in bound.items() if verdicts[name].passed}
-        timings = measure({**ceiling.contenders, **right}, protocol, l2=run.device.l2, samples=samples.final)
-        found += ceiling.records(name, timings, op)
-        for one in everybody:
-            timing = timings.get(one.name, Timing(next(iter(timings.values())).protocol, ()))
-            found.append(_record(run, op, name, spec, cost, one, timing, verdicts[one.name]))
+    possible = [protocol for protocol, reason in reasons.items() if reason is None]
+    if possible and any(one.refused is None for one in everybody):
+        case = problem.case()
+        sets = place.sets(case, problem.cost.read)
+        _judge(problem, case, sets, entries, progress)
+        progress("the ceiling")
+        ceiling = place.ceiling(problem)
+        for protocol in possible:
+            found += _timed(place, problem, entries, ceiling, protocol, progress)
+        possible_too = possible
+    else:
+        possible_too = []
+    for protocol in protocols:
+        if protocol not in possible_too:
+            found += [_refused(place, problem, entry, protocol, reasons[protocol]) for entry in entries]
     return found
 
 
-def _judge(case: Case, one: Contender, call: others.Call) -> Verdict:
-    spec = case.spec
-    if one.precision is not None and isinstance(spec, QkvSpec):
-        case = replace(case, spec=replace(spec, precision=one.precision))
-    names = case.outputs
-    return check(case, lambda _: dict(zip(names, map(to_numpy, call()), strict=True)), measure_bits=True)
+def _timed(
+    place: Place, problem: Problem, entries: Sequence[Entry], ceiling: Any, protocol: str, progress: Progress
+) -> Iterator[Record]:
+    """Everybody under one protocol."""
+    refused: dict[str, str | None] = {}
+    for entry in entries:
+        if entry.right:
+            refused[entry.one.name] = place.refuses(entry.one, entry.calls[0], protocol)
+    running = {e.one.name: e.calls for e in entries if e.right and refused[e.one.name] is None}
+    progress(f"{protocol}: timing {len(running)}")
+    try:
+        timings = place.time({**ceiling.contenders, **running}, protocol)
+    except Exception as error:  # a target that works on a stream of its own, say: the others go on
+        others = {e.one.name for e in entries if e.one.backend == TARGET} & set(running)
+        if not others:
+            raise
+        refused |= dict.fromkeys(others, f"it could not be timed: {error}")
+        running = {name: calls for name, calls in running.items() if name not in others}
+        timings = place.time({**ceiling.contenders, **running}, protocol)
+    yield from ceiling.records(problem.name, timings, problem.suite)
+    read = next(iter(timings.values())).protocol
+    for entry in entries:
+        reason = entry.one.refused or refused.get(entry.one.name)
+        if reason is not None:
+            yield _refused(place, problem, entry, protocol, reason)
+        else:
+            yield _record(place, problem, entry, timings.get(entry.one.name, Timing(read, ())))
+
+
+def _refused(place: Place, problem: Problem, entry: Entry, protocol: str, reason: str | None) -> Record:
+    said = entry.one.refused or reason
+    return _record(place, problem, entry, Timing(PROTOCOLS[protocol], ()), refused=said)
 
 
 def _record(
-    run: Run, op: str, case: str, spec: Spec, cost: Cost, one: Contender, timing: Timing, verdict: Verdict
+    place: Place, problem: Problem, entry: Entry, timing: Timing, refused: str | None = None
 ) -> Record:
+    one, verdict = entry.one, entry.verdict or Verdict(problem.name)
     broken = {finding.array or "call": math.inf for finding in verdict.findings}
-    return run.record(
-        op.partition("-")[0], case, timing, verdict.worst | broken, backend=one.backend, kernel=one.kernel,
-        spec={"suite": op} | asdict(spec), options=one.options | {"contender": one.name},
-        precision=one.precision, bytes_read=cost.read, bytes_written=cost.written, flops=cost.flops,
-        effective_bits={key: bits if math.isfinite(bits) else None for key, bits in verdict.bits.items()},
+    bits = {name: bits if math.isfinite(bits) else None for name, bits in verdict.bits.items()}
+    return place.run.record(
+        problem.op, problem.name, timing, broken | verdict.worst, refused=refused,
+        note=verdict.findings[0].message.partition("\n")[0] if verdict.findings else timing.note,
+        backend=one.backend, kernel=one.kernel, spec={"suite": problem.suite} | facts_of(problem.spec),
+        options=options_of(place, one), precision=one.precision, bytes_read=problem.cost.read,
+        bytes_written=problem.cost.written, flops=problem.cost.flops, effective_bits=bits,
+        digest=place.digest(one),
     )  # fmt: skip
 
 
-class BareProducts:
-    """A qkv case's two matrix products by cuBLAS at each precision, and nothing else; to be timed."""
+def options_of(place: Place, one: Contender) -> dict[str, Any]:
+    """The options of a contender's records, as they are read back."""
+    found = one.options | {"contender": one.name} | place.options
+    return msgspec.json.decode(msgspec.json.encode(found))  # type: ignore[no-any-return]
 
-    def __init__(self, run: Run, spec: QkvSpec) -> None:
-        self.run, m, k, n = run, spec.tokens, sum(map(spec.rows, "qkv")), spec.hidden_size or 0
-        self.pairs = {one: (Product(m, k, n, one), Product(k, m, n, one)) for one in PRECISIONS}
-        self._arrays = {one: [product.arrays(1)[0] for product in pair] for one, pair in self.pairs.items()}
-        self.contenders: dict[str, list[Call]] = {
-            f"products {one}": [partial(self._call, one)] for one in self.pairs
-        }
 
-    def _call(self, precision: str) -> None:
-        for product, arrays in zip(self.pairs[precision], self._arrays[precision], strict=True):
-            product.calls([arrays])[0]()
+def facts_of(spec: Any) -> dict[str, Any]:
+    """A specification as a record holds it."""
+    return msgspec.json.decode(msgspec.json.encode(spec))  # type: ignore[no-any-return]
 
-    def records(self, case: str, timings: Mapping[str, Timing], suite: str) -> Iterator[Record]:
-        """One a precision."""
-        for precision, pair in self.pairs.items():
-            self._call(precision)
-            checks = [
-                product.check(*arrays) for product, arrays in zip(pair, self._arrays[precision], strict=True)
-            ]
-            names = ("grad_hidden_states", "grad_weights")
-            yield self.run.record(
-                "products", case, timings[f"products {precision}"],
-                {name: ratio for name, (ratio, _) in zip(names, checks, strict=True)},
-                effective_bits={name: bits for name, (_, bits) in zip(names, checks, strict=True)},
-                spec={"suite": suite}, backend="cublas", kernel="cublasGemmEx", precision=precision,
-                bytes_read=sum(product.read for product in pair),
-                bytes_written=sum(product.written for product in pair),
-                flops=sum(product.flops for product in pair),
-            )  # fmt: skip
+
+# ---- the check ---------------------------------------------------------------------------------------------
+
+
+def _judge(
+    problem: Problem, case: Case, sets: list[Inputs], entries: Sequence[Entry], progress: Progress
+) -> None:
+    """Fill in calls and verdicts; the oracle is asked once for contenders of one promise."""
+    groups: dict[tuple[bool, str | None], list[Entry]] = {}
+    for entry in entries:
+        if entry.one.refused is None:
+            groups.setdefault((entry.one.flushes, entry.one.precision), []).append(entry)
+    several = max(HELD // max(problem.cost.written, 1), 1)
+    for (flushes, precision), group in groups.items():
+        judged = case
+        if precision is not None and isinstance(case.spec, QkvSpec):
+            judged = replace(case, spec=replace(case.spec, precision=precision))
+        for start in range(0, len(group), several):
+            some = {entry.one.name: entry for entry in group[start : start + several]}
+            functions = {name: _checked(entry, case, sets, progress) for name, entry in some.items()}
+            verdicts = check_all(judged, functions, measure_bits=True, flushes=flushes, catch=True)
+            for name, entry in some.items():
+                verdicts[name].findings += entry.verdict.findings if entry.verdict else []
+                entry.verdict = verdicts[name]
+    for entry in entries:
+        if entry.right and entry.one.backend == TARGET and entry.one.movable:
+            progress(f"checking {entry.one.name} again, other data in the same memory")
+            _judge_again(problem, case, sets[0], entry)
+
+
+def _checked(
+    entry: Entry, case: Case, sets: list[Inputs], progress: Progress
+) -> Callable[[Case], dict[str, NumpyArray]]:
+    """The first call, as the judge wants it; what it did to its inputs is kept and undone."""
+
+    def function(_: Case) -> dict[str, NumpyArray]:
+        progress(f"checking {entry.one.name}")
+        entry.verdict = Verdict(case.name)
+        entry.calls = [entry.one.bind(inputs) for inputs in sets]
+        arrays = entry.calls[0]()
+        entry.verdict.findings += restored(case, sets[0])
+        return {name: np.array(to_numpy(x)) for name, x in zip(case.outputs, arrays, strict=True)}
+
+    return function
+
+
+def restored(case: Case, inputs: Inputs) -> list[Finding]:
+    """A finding for each input that is not the case's any more; it is made so again."""
+    found = []
+    for name, array in inputs.items():
+        original = case.inputs[name]
+        if original is not None and not np.array_equal(_bytes(to_numpy(array)), _bytes(original)):
+            found.append(Finding("input mutated", name, f"{name} changed during the call"))
+            put(array, original)
+    return found
+
+
+def put(array: Any, values: NumpyArray) -> None:
+    """Write into an array, on a device or not."""
+    if isinstance(array, np.ndarray):
+        array[...] = values
+    else:
+        array.set(np.ascontiguousarray(values))
+
+
+def _bytes(x: NumpyArray) -> NumpyArray:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _judge_again(problem: Problem, case: Case, inputs: Inputs, entry: Entry) -> None:
+    """Results that were kept from the call before do not fit other data in the same memory."""
+    other = problem.case("again")
+    for name, array in inputs.items():
+        values = other.inputs[name]
+        assert values is not None
+        put(array, values)
+
+    def function(_: Case) -> dict[str, NumpyArray]:
+        return {n: to_numpy(x) for n, x in zip(case.outputs, entry.calls[0](), strict=True)}
+
+    verdict = check_all(other, {"": function}, flushes=entry.one.flushes, catch=True)[""]
+    restored(case, inputs)
+    assert entry.verdict is not None
+    stale = [replace(one, rule="stale output", message=f"on other data in the same memory: {one.message}")
+             for one in verdict.findings]  # fmt: skip
+    entry.verdict.findings += stale
+    entry.verdict.worst |= {name: ratio for name, ratio in verdict.worst.items() if ratio > 1}

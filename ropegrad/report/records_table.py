@@ -100,7 +100,8 @@ def _code(backend: str) -> str | None:
 
 def _is_current(record: Record) -> bool:
     """Whether the record was made with today's code, as far as that can be known: on GPUs."""
-    return record.protocol == "wall" or _code(record.backend) in (None, record.digest)
+    elsewhere = "threads" in record.options or record.backend == "target"
+    return elsewhere or _code(record.backend) in (None, record.digest)
 
 
 def _origin(record: Record) -> Origin:
