@@ -132,15 +132,33 @@ def append(path: Path, records: Iterable[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file. Raises ValueError that names file, line, and what is wrong there."""
+    """All records of a file. Raises ValueError that names file, line, what is wrong there, and what to do."""
     decoder = msgspec.json.Decoder(Record)
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(_unreadable(path, error)) from error
+    for number, line in enumerate(data.splitlines(), 1):
         try:
             records.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+            message = (
+                f"{path}:{number}: {error}; a file of records, as `ropegrad bench --json FILE` writes it, "
+            )
+            raise ValueError(f"{message}has one in each line") from error
     return records
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    """One sentence: the file and the remedy."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {path}: `ropegrad bench --json {path}` would make it"
+    if isinstance(error, IsADirectoryError):
+        return f"{path} is a folder: name the files of records in it, as {path / '*.jsonl'}"
+    if isinstance(error, PermissionError):
+        return f"{path} may not be read by this user: change its permissions or copy it"
+    return f"{path} cannot be read ({error.strerror or error}): copy it to a disk that works"
 
 
 def _line(record: Record) -> bytes:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from measured import COMMAND, changed, cpu, record, rope_case, suites
@@ -43,26 +44,80 @@ def test_a_folder_with_page_pictures_and_tables(monkeypatch, capsys, tmp_path):
     assert len(ids) == len(set(ids))
 
 
+def a_folder(path):
+    path.mkdir()
+
+
+def nothing(path):
+    """There is none."""
+
+
+def forbidden(path):
+    path.write_text("{}")
+    path.chmod(0)
+
+
+def damaged(path):
+    path.write_text("{}")
+
+
+def written(text):
+    return lambda path: path.write_text(text)
+
+
+def right(path):
+    records.write(path, rope_case(ROPE))
+
+
 @pytest.mark.parametrize(
-    ("content", "arguments", "said"),
+    ("make", "arguments", "said"),
     [
-        ("", [], "no records in"),
-        ("{}\n", [], "r.jsonl:1"),
-        (None, [], "No such file"),
-        ("right", ["--protocol", "wall"], "protocol must be one of graph, got 'wall'"),
+        (written(""), [], "no records in {}: `ropegrad bench --json FILE`"),
+        (
+            written("{}\n"),
+            [],
+            "{}:1: Object missing required field `op`; a file of records, as `ropegrad bench",
+        ),
+        (written("a,b\n"), [], "{}:1: JSON is malformed"),
+        (written("\x00\xff"), [], "{}:1: "),
+        (nothing, [], "there is no file {}: `ropegrad bench --json"),
+        (a_folder, [], "{} is a folder: name the files of records in it"),
+        (forbidden, [], "{} may not be read by this user: change its permissions"),
+        (damaged, [], "{} cannot be read (Input/output error): copy it"),
+        (right, ["--protocol", "wall"], "protocol must be one of graph, got 'wall'"),
     ],
 )
-def test_what_cannot_be_read_is_said_and_nothing_is_written(
-    content, arguments, said, monkeypatch, capsys, tmp_path
+def test_what_cannot_be_read_is_said_in_one_sentence_and_nothing_is_written(
+    make, arguments, said, monkeypatch, capsys, tmp_path
 ):
-    source, out = tmp_path / "r.jsonl", tmp_path / "out"
-    if content == "right":
-        records.write(source, rope_case(ROPE))
-    elif content is not None:
-        source.write_text(content)
-    assert run(source, *arguments, "-o", out, monkeypatch=monkeypatch) == 2
-    assert said in capsys.readouterr().out.replace("\n", "")
-    assert not out.exists()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    source, error = Path("r.jsonl"), {forbidden: PermissionError(13, "Permission denied"),
+                                      damaged: OSError(5, "Input/output error")}.get(make)  # fmt: skip
+    make(source)
+    if error is not None:  # root may read everything
+
+        def read_bytes(path):
+            raise error
+
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert run(source, *arguments, "-o", "out", monkeypatch=monkeypatch) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("ropegrad report: ")
+    assert said.format(source) in line
+    assert "Errno" not in line
+    assert not Path("out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    right(Path("r.jsonl"))
+    Path("out").write_text("a file")
+    assert run("r.jsonl", "-o", "out", monkeypatch=monkeypatch) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == "ropegrad report: cannot write into out (file exists): name another folder with -o"
+    assert run("-o", "out", monkeypatch=monkeypatch) == 2
+    assert "name files of records" in capsys.readouterr().out
 
 
 # ---- tables ------------------------------------------------------------------------------------------------

@@ -70,11 +70,16 @@ def _text(facts: object) -> bytes:
     return msgspec.json.encode(facts, order="deterministic")
 
 
+def _code(commit: str) -> str:
+    """A run writes files, perhaps into the checkout: the digest says whether code was changed."""
+    return commit.removesuffix("+changes")
+
+
 def _planned(place: Place, problem: Problem, one: Contender, protocol: str) -> Key:
     return (
         problem.op, problem.suite, problem.name, one.name, one.precision, PROTOCOLS[protocol].split("/")[0],
         _text({"suite": problem.suite} | facts_of(problem.spec)), _text(options_of(place, one)),
-        place.run.device.name, place.run.commit, place.digest(one),
+        place.run.device.name, _code(place.run.commit), place.digest(one),
     )  # fmt: skip
 
 
@@ -82,7 +87,7 @@ def _key(record: Record) -> Key:
     return (
         record.op, suite_of(record), record.case, contender_of(record), record.precision,
         record.protocol.split("/")[0], _text(record.spec), _text(record.options), record.device,
-        record.commit, record.digest,
+        _code(record.commit), record.digest,
     )  # fmt: skip
 
 

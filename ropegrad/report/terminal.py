@@ -16,9 +16,16 @@ def report(console: Console, files: Sequence[Path], folder: Path, protocol: str 
     try:
         with console.status("drawing"):
             written = write_report(files, folder, command(), protocol=protocol)
-    except (OSError, ValueError) as error:
-        console.print(f"ropegrad report: {error}", style="bold red", highlight=False, markup=False)
-        return 2
+    except ValueError as error:
+        return _refuse(console, str(error))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return _refuse(console, f"cannot write into {folder} ({reason}): name another folder with -o")
     for path in written:
         console.print(str(path), highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def _refuse(console: Console, sentence: str) -> int:
+    console.print(f"ropegrad report: {sentence}", style="bold red", highlight=False, markup=False)
+    return 2

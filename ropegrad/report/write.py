@@ -17,10 +17,13 @@ PAGE, TABLES = "index.html", "tables.md"
 
 
 def load(files: Sequence[Path]) -> list[Record]:
-    """All records of the files. Raises OSError, or ValueError that says which file is not one of records."""
+    """All records of the files. Raises ValueError that says which file is not one of records."""
+    if not files:
+        raise ValueError("name files of records, as `ropegrad bench --json FILE` writes them")
     found = [record for file in files for record in records.read(file)]
     if not found:
-        raise ValueError(f"no records in {', '.join(map(str, files)) or 'no files'}")
+        text = "no records in {}: `ropegrad bench --json FILE` or `ropegrad limits --json FILE` writes some"
+        raise ValueError(text.format(", ".join(map(str, files))))
     return found
 
 
