@@ -143,10 +143,8 @@ def read(path: Path) -> list[Record]:
         try:
             records.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
-            message = (
-                f"{path}:{number}: {error}; a file of records, as `ropegrad bench --json FILE` writes it, "
-            )
-            raise ValueError(f"{message}has one in each line") from error
+            form = "a file of records, as `ropegrad bench --json FILE` writes it, has one in each line"
+            raise ValueError(f"{path}:{number}: {error}; {form}") from error
     return records
 
 

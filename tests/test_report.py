@@ -76,7 +76,7 @@ def right(path):
         (
             written("{}\n"),
             [],
-            "{}:1: Object missing required field `op`; a file of records, as `ropegrad bench",
+            "{}:1: Object missing required field `op`; a file of records, as ",
         ),
         (written("a,b\n"), [], "{}:1: JSON is malformed"),
         (written("\x00\xff"), [], "{}:1: "),
