@@ -41,7 +41,7 @@ DECIDES = (
     HERE / "cpu.py", HERE / "competitors.py", HERE / "threads.py", HERE.parent / "tiles.py",
     *(HERE.parent / "backends" / f"{name}.py" for name in (
         "numba_call", "numba_cpu", "numba_kernel", "numba_numbers", "numpy_products", "numpy_projection",
-        "numpy_tile", "numpy_tiled",
+        "numpy_small", "numpy_tile", "numpy_tiled",
     )),
 )  # fmt: skip
 
