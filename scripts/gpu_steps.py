@@ -45,12 +45,16 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
 class Step(NamedTuple):
-    """Arguments of python, and the backend whose code they judge; `tool` runs python under itself."""
+    """Arguments of python, and the backend whose code they judge.
+
+    `tool` runs python under itself; `calls` is a program that python will run.
+    """
 
     name: str
     backend: str
     arguments: tuple[str, ...]
     tool: tuple[str, ...] = ()
+    calls: str = ""
 
 
 def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
@@ -102,6 +106,8 @@ def _shape_steps(stage: str, out: Path, stem: str) -> Iterator[Step]:
     if stage == "time":
         large = ("analysis/large_rope.py", str(out / f"large-{stem}.json"))
         yield Step("time large", "cupy_fused", large)
+        counted = ("analysis/dram_bytes.py", str(out / f"dram-{stem}.json"))
+        yield Step("DRAM bytes", "cupy_fused", counted, calls="ncu")
         for name, chosen in TUNED.items():
             rest = ("--rule", "--samples", "15", "--out", str(out / f"{name}-{stem}.json"))
             yield Step(f"time {name}", "cupy_fused", ("analysis/tune_rope.py", *chosen, *rest))
@@ -110,8 +116,9 @@ def _shape_steps(stage: str, out: Path, stem: str) -> Iterator[Step]:
 def run(step: Step, stage: str, commit: str) -> Outcome:
     """Run a step; the last line that it prints is kept."""
     start = time.monotonic()
-    if step.tool and shutil.which(step.tool[0]) is None:
-        status, detail = "missing", f"{step.tool[0]} is not on the PATH"
+    program = step.tool[0] if step.tool else step.calls
+    if program and shutil.which(program) is None:
+        status, detail = "missing", f"{program} is not on the PATH"
     else:
         status, detail = _call([*step.tool, sys.executable, *step.arguments], at_once=stage == "time")
     seconds, today = round(time.monotonic() - start, 1), datetime.datetime.now(datetime.UTC).date()
