@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cupy
@@ -116,7 +117,7 @@ def timed(spec: RopeSpec, inputs: Arrays, grads: Arrays) -> dict[str, Any]:
 
 
 def main(file: str = "") -> None:
-    """Check, time, print, and write a JSON line a size."""
+    """Check, time, print, and write JSON."""
     lines = []
     for tokens in TOKENS:
         spec = replace(SPEC, seq=tokens)
@@ -141,8 +142,7 @@ def main(file: str = "") -> None:
             flush=True,
         )
     if file:
-        with open(file, "w", encoding="utf-8") as out:
-            out.writelines(json.dumps(line) + "\n" for line in lines)
+        Path(file).write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

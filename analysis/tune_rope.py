@@ -3,7 +3,7 @@
 For each workload of the rope suite: every configuration is checked against the oracle on a few tokens of
 the same heads, and on the whole workload against the others; the right ones take turns with the stream kernel
 and the copy of `ropegrad limits` at the same bytes; the best meet again in a longer run. Prints a table, and
-writes one JSON line a workload and configuration of the longer run.
+writes JSON, an object a workload and contender of the longer run.
 
     python analysis/tune_rope.py [--cases N ... | --other N] [--samples N] [--all] [--rule] [--out FILE]
 """
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -266,31 +267,30 @@ def main() -> None:
     parser.add_argument("--rule", action="store_true", help="time only what the rule chooses")
     parser.add_argument("--dtype", default="float32", help="of everything: float32, float16 or bfloat16")
     parser.add_argument("--needs", nargs="+", default=["q", "k", "cos", "sin"])
-    parser.add_argument("--out", default="tune-rope.jsonl")
+    parser.add_argument("--out", default="tune-rope.json")
     given = parser.parse_args()
     suite = list(others(given.other)) if given.other else list(rope_suite().items())
     chosen = [suite[i] for i in given.cases] if given.cases else suite
     print(f"{devices.current().name}, CuPy {cupy.__version__}; microseconds, and their ratio to the ceiling")
     print(f"{'case':24} {'MB':>6} {'ceiling':>8} {'rule':>8} {'':6} {'best':>8} {'':6} configuration")
-    started, ratios = time.perf_counter(), []
-    with open(given.out, "w", encoding="utf-8") as file:
-        for name, spec in chosen:
-            mine = replace(
-                spec, namespace="cupy", needs=tuple(given.needs), dtype=given.dtype, table_dtype=given.dtype
-            )
-            lines = tune(name, mine, given.samples, given.all, given.rule)
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            final = {line["contender"]: line for line in lines if line["final"]}
-            rule = final["rule"]
-            ours = [line for line in final.values() if line["config"]] or [rule]
-            best = min(ours, key=lambda line: line["median_us"])
-            ratios.append((rule["median_us"], best["median_us"], rule["ceiling_us"]))
-            print(
-                f"{name:24} {rule['moved'] / 1e6:6.1f} {rule['ceiling_us']:8.2f} {rule['median_us']:8.2f} "
-                f"{rule['ratio']:6.3f} {best['median_us']:8.2f} {best['ratio']:6.3f} {best['contender']}",
-                flush=True,
-            )
+    started, ratios, everything = time.perf_counter(), [], []
+    for name, spec in chosen:
+        mine = replace(
+            spec, namespace="cupy", needs=tuple(given.needs), dtype=given.dtype, table_dtype=given.dtype
+        )
+        lines = tune(name, mine, given.samples, given.all, given.rule)
+        everything += lines
+        Path(given.out).write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+        final = {line["contender"]: line for line in lines if line["final"]}
+        rule = final["rule"]
+        ours = [line for line in final.values() if line["config"]] or [rule]
+        best = min(ours, key=lambda line: line["median_us"])
+        ratios.append((rule["median_us"], best["median_us"], rule["ceiling_us"]))
+        print(
+            f"{name:24} {rule['moved'] / 1e6:6.1f} {rule['ceiling_us']:8.2f} {rule['median_us']:8.2f} "
+            f"{rule['ratio']:6.3f} {best['median_us']:8.2f} {best['ratio']:6.3f} {best['contender']}",
+            flush=True,
+        )
     for i, who in enumerate(("rule", "best")):
         mean = statistics.fmean(row[i] for row in ratios), statistics.fmean(row[2] for row in ratios)
         geometric = statistics.geometric_mean(row[i] / row[2] for row in ratios)

@@ -16,6 +16,8 @@ from ropegrad.spec import (
     ROPE_NEEDS,
     QkvSpec,
     RopeSpec,
+    judge_flag,
+    judge_needs,
     judge_table_batch,
     judge_word,
     judge_words,
@@ -41,7 +43,9 @@ def rope_spec(
     Raises SpecError, with what was passed and what would be right.
     """
     judge_words(layout, pairing, table, adjoint)
-    return _rope_spec(_gather(arrays), _names(needs), table, layout, pairing, adjoint, bool(accumulate))
+    return _rope_spec(
+        _gather(arrays), _names(needs), table, layout, pairing, adjoint, judge_flag("accumulate", accumulate)
+    )
 
 
 @lru_cache(maxsize=256)  # a spec follows from these facts and words alone
@@ -77,7 +81,15 @@ def qkv_spec(
     """
     judge_words(layout, pairing, table, "exact")
     judge_word("precision", precision, PRECISIONS)
-    return _qkv_spec(_gather(arrays), _names(needs), table, layout, pairing, precision, bool(accumulate))
+    return _qkv_spec(
+        _gather(arrays),
+        _names(needs),
+        table,
+        layout,
+        pairing,
+        precision,
+        judge_flag("accumulate", accumulate),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -180,9 +192,7 @@ def _present(found: dict[str, Facts], *names: str) -> bool:
 
 
 def _judge_needs(given: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    for name in given:
-        if name not in allowed:
-            raise SpecError(f"needs has {name!r}: it must name some of {', '.join(allowed)}")
+    judge_needs(given, allowed)
     if not given:
         raise SpecError(f"needs is empty: name some of {', '.join(allowed)}")
     return tuple(name for name in allowed if name in given)
@@ -294,7 +304,7 @@ def _rope_spec_of(
     return RopeSpec(
         batch=batch, heads=heads, kv_heads=kv_heads, seq=seq, head_dim=head_dim, rotary_dim=rotary,
         table_batch=table_batch, layout=layout, pairing=pairing, table=table, adjoint=adjoint,
-        dtype=_head_dtype(found), table_dtype=table_dtype, needs=needs, accumulate=bool(accumulate),
+        dtype=_head_dtype(found), table_dtype=table_dtype, needs=needs, accumulate=accumulate,
         namespace=reference.namespace, device=reference.device,
     )  # fmt: skip
 

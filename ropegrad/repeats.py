@@ -6,7 +6,6 @@ Judging a call (who overlaps whom?) takes the host longer than small kernels tak
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -51,23 +50,23 @@ class Last:
     """The last call's arrays, as long as they live, and its launch: the cheapest way to know a call again."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[bool], list[Callable[[], Any]], Filled] | None = None
+        self._last: tuple[list[Callable[[], Any]], Filled] | None = None
 
     def call(self, given: Arrays) -> bool:
         """Launch again if these are the last call's arrays, the very objects; False otherwise."""
         last = self._last
-        if last is None or [x is None for x in given] != last[0]:
+        if last is None or len(last[0]) != len(given):
             return False
-        if not all(map(is_, [alive() for alive in last[1]], given)):
-            return False
-        last[2]()
+        for alive, x in zip(last[0], given, strict=True):
+            # A dead reference gives None, but not where an array is asked for.
+            if alive() is not x or (x is None and alive is not _nothing):
+                return False
+        last[1]()
         return True
 
     def keep(self, given: Arrays, filled: Filled) -> None:
         """Remember a call that was judged."""
-        # A dead reference gives None, but not where an array is asked for.
-        alive = [_nothing if x is None else ref(x) for x in given]
-        self._last = [x is None for x in given], alive, filled
+        self._last = [_nothing if x is None else ref(x) for x in given], filled
 
 
 def _nothing() -> None:

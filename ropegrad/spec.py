@@ -65,9 +65,8 @@ class RopeSpec:
         judge_heads(self.heads, self.kv_heads)
         judge_rotary(self.rotary_dim, self.head_dim)
         judge_table_batch(self.table_batch, self.batch)
-        for name in self.needs:
-            if name not in ROPE_NEEDS:
-                raise SpecError(f"needs has {name!r}: it must name some of {', '.join(ROPE_NEEDS)}")
+        judge_needs(self.needs, ROPE_NEEDS)
+        judge_flag("accumulate", self.accumulate)
 
     @property
     def columns(self) -> int:
@@ -113,9 +112,7 @@ class QkvSpec:
 
     def __post_init__(self) -> None:
         judge_word("precision", self.precision, PRECISIONS)
-        for name in self.needs:
-            if name not in QKV_NEEDS:
-                raise SpecError(f"needs has {name!r}: it must name some of {', '.join(QKV_NEEDS)}")
+        judge_needs(self.needs, QKV_NEEDS)
 
     @property
     def namespace(self) -> str:
@@ -189,6 +186,22 @@ def judge_words(layout: str, pairing: str, table: str, adjoint: str) -> None:
     judge_word("pairing", pairing, PAIRINGS)
     judge_word("table", table, TABLES)
     judge_word("adjoint", adjoint, ADJOINTS)
+
+
+def judge_flag(option: str, value: object) -> bool:
+    """The truth value that the option is; SpecError for anything else, a string say."""
+    if type(value).__name__ not in ("bool", "bool_"):  # Python's, and NumPy's without importing it
+        raise SpecError(f"{option}={value!r} must be True or False")
+    return bool(value)
+
+
+def judge_needs(given: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+    """SpecError unless these are names of inputs, each once."""
+    for name in given:
+        if name not in allowed:
+            raise SpecError(f"needs has {name!r}: it must name some of {', '.join(allowed)}")
+        if given.count(name) > 1:
+            raise SpecError(f"needs names {name!r} more than once")
 
 
 def judge_dtype(name: str, dtype: str) -> None:

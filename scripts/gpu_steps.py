@@ -35,16 +35,26 @@ TESTS = (
     "tests/test_backends.py",
     "tests/test_compile.py",
 )
+TUNED = {  # cupy_fused beside the ceiling, by `analysis/tune_rope.py`
+    "other": ("--other", "40"),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "needs-q-k": ("--needs", "q", "k"),
+}
+FUZZED = {"cupy_fused": "21000"}  # problems drawn
 TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
 class Step(NamedTuple):
-    """Arguments of python, and the backend whose code they judge; `tool` runs python under itself."""
+    """Arguments of python, and the backend whose code they judge.
+
+    `tool` runs python under itself; `calls` is a program that python will run.
+    """
 
     name: str
     backend: str
     arguments: tuple[str, ...]
     tool: tuple[str, ...] = ()
+    calls: str = ""
 
 
 def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
@@ -58,7 +68,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
         elif stage == "verify":
             judge = ("-m", "ropegrad", "verify", "--backend", name)
             yield Step(f"verify {name}", name, (*judge, "--json", str(out / f"verify-{stem}-{name}.json")))
-            fuzz = ("analysis/fuzz.py", name, "7000", str(out / f"fuzz-{stem}-{name}.json"))
+            fuzz = ("analysis/fuzz.py", name, FUZZED.get(name, "7000"), str(out / f"fuzz-{stem}-{name}.json"))
             yield Step(f"fuzz {name}", name, fuzz)
         elif stage == "sanitize":
             for tool in TOOLS:
@@ -66,6 +76,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 small = ("-m", "ropegrad", "verify", "--quick", "--backend", name)
                 yield Step(f"{tool} {name}", name, small, sanitizer)
     yield from _tensor_steps(stage)
+    yield from _shape_steps(stage, out, stem)
     if stage == "time":
         for suite in (*TIMED, "limits"):
             timed = (
@@ -90,11 +101,24 @@ def _tensor_steps(stage: str) -> Iterator[Step]:
             yield Step(f"{tool} {name}", name, (*tests, "-k", "edge_cases"), sanitizer)
 
 
+def _shape_steps(stage: str, out: Path, stem: str) -> Iterator[Step]:
+    """cupy_fused past 2^31 elements, on other shapes, dtypes and needs: a wrong result raises."""
+    if stage == "time":
+        large = ("analysis/large_rope.py", str(out / f"large-{stem}.json"))
+        yield Step("time large", "cupy_fused", large)
+        counted = ("analysis/dram_bytes.py", str(out / f"dram-{stem}.json"))
+        yield Step("DRAM bytes", "cupy_fused", counted, calls="ncu")
+        for name, chosen in TUNED.items():
+            rest = ("--rule", "--samples", "15", "--out", str(out / f"{name}-{stem}.json"))
+            yield Step(f"time {name}", "cupy_fused", ("analysis/tune_rope.py", *chosen, *rest))
+
+
 def run(step: Step, stage: str, commit: str) -> Outcome:
     """Run a step; the last line that it prints is kept."""
     start = time.monotonic()
-    if step.tool and shutil.which(step.tool[0]) is None:
-        status, detail = "missing", f"{step.tool[0]} is not on the PATH"
+    program = step.tool[0] if step.tool else step.calls
+    if program and shutil.which(program) is None:
+        status, detail = "missing", f"{program} is not on the PATH"
     else:
         status, detail = _call([*step.tool, sys.executable, *step.arguments], at_once=stage == "time")
     seconds, today = round(time.monotonic() - start, 1), datetime.datetime.now(datetime.UTC).date()

@@ -260,6 +260,7 @@ NEEDS = [
     ("rope_backward", ("q", "grad_k"), "needs has 'grad_k': it must name some of q, k, cos, sin"),
     ("rope_backward", 5, "needs=5 is no tuple of names"),
     ("rope_backward", ("q", 3), "needs has 3: it must"),
+    ("rope_backward", ("q", "k", "q"), "needs names 'q' more than once"),
     ("qkv_rope_backward", "hidden_states", "is a string: pass a tuple such as"),
     ("qkv_rope_backward", (), "needs is empty: name some of hidden_states"),
     ("qkv_rope_backward", ("cos",), "needs has 'cos': it must name some of hidden_states, .*v_bias"),
@@ -343,6 +344,8 @@ def bad_outs():
     weight = numbers(H * D, C)
     yield qkv, {"out": outputs(qkv, q_weight=weight), "q_weight": weight}, "grad_q_weight overlaps q_weight"
     yield qkv, {"accumulate": True}, "pass the arrays to add to"
+    yield rope, {"accumulate": "no", "out": outputs(rope)}, "accumulate='no' must be True or False"
+    yield qkv, {"accumulate": 1, "out": outputs(qkv)}, "accumulate=1 must be True or False"
 
 
 @pytest.mark.parametrize(("operation", "changes", "wanted"), [*bad_outs()])

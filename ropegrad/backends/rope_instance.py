@@ -36,6 +36,9 @@ class Instance:
         Whether a stride of heads, tokens or channels needs 64 bits.
     interleaved, half_table, own_sine
         Pairing, form of the tables, and adjoint="paired".
+    rests
+        Vectors of the channels that pass through which a thread has in flight for each row; 0: it takes those
+        one by one, or there are none.
     rotate, rotate_all, rest, cos, sin, add
         Whether gradients of q or k are written, of all that is read, with channels that pass through, of cos,
         of sin; whether they are added to what is there.
@@ -53,6 +56,7 @@ class Instance:
     groups_q: int
     groups_k: int
     rows: int
+    rests: int
     hint: int
     dense: bool
     dense_table: bool

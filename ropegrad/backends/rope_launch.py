@@ -26,6 +26,7 @@ from ropegrad.backends.rope_memory import (
 from ropegrad.cost import rope_cost
 from ropegrad.spec import RopeSpec
 
+MOST_RESTS = 4  # vectors of channels that pass through, which a thread has in flight for each row
 PLACES = (0, 5, 10, 15, 20, 25, 30, 34, 38, 42)  # of the addresses in `Arguments`, in the order of NAMES
 Three = tuple[int, int, int]
 
@@ -119,15 +120,16 @@ def _work(spec: RopeSpec, vector: int, l2: int) -> Work:
     kinds = len({"cos", "sin"} & set(spec.needs))
     slots = vector if spec.table == "half" else 2 * vector
     rest = (spec.head_dim - spec.rotary_dim) // vector
+    lanes = max(-(-spec.rotary_dim // (2 * vector)), -(-rest // MOST_RESTS), 1)
     heads, kv_heads = _heads(spec)
     rotates = "q" in spec.needs or "k" in spec.needs
     thread_slot = kinds * nbytes((1,), spec.compute)
     return Work(
-        lanes=max(-(-spec.rotary_dim // (2 * vector)), -(-rest // 4), 1),
-        heads=heads, kv_heads=kv_heads, seq=spec.seq, batch=1 if _walks(spec) else spec.batch,
+        lanes=lanes, heads=heads, kv_heads=kv_heads, seq=spec.seq, batch=1 if _walks(spec) else spec.batch,
         thread_bytes=slots * thread_slot,
         held_bytes=slots * (thread_slot + 2 * rotates * nbytes((1,), spec.table_dtype)),
-        row_bytes=nbytes((2 * vector,), spec.dtype) * (1 + bool(kinds)),
+        row_bytes=nbytes((2 * vector,), spec.dtype) * (1 + bool(kinds))
+        + nbytes((-(-rest // lanes) * vector,), spec.dtype) * rotates,
         moved=rope_cost(spec).moved, l2=l2,
     )  # fmt: skip
 
@@ -142,7 +144,8 @@ def _instance(spec: RopeSpec, memory: Found, vector: int, one: bool, config: Con
         storage=spec.dtype, table=spec.table_dtype, compute=spec.compute, vector=vector,
         vectors=spec.rotary_dim // vector, lanes=config.lanes, tokens=config.tokens,
         groups_q=config.groups_q, groups_k=config.groups_k, rows=config.rows,
-        hint=config.hint, dense=one, dense_table=dense(spec, memory, ("cos", "sin"), min(run, ALIGNED)),
+        rests=_rests(spec, vector, config.lanes) if one and not spec.accumulate else 0, hint=config.hint,
+        dense=one, dense_table=dense(spec, memory, ("cos", "sin"), min(run, ALIGNED)),
         even=not any(left), once=turns == _heads(spec) and _products(spec), walks=_walks(spec),
         swapped=_swapped(spec),
         wide=any(abs(step) >= 1 << 31 for name in NAMES for step in strides(spec, memory, name)[1:]),
@@ -151,6 +154,13 @@ def _instance(spec: RopeSpec, memory: Found, vector: int, one: bool, config: Con
         rotate_all={*spec.needs, *unread} >= {"q", "k"}, rest=spec.rotary_dim < spec.head_dim,
         cos="cos" in spec.needs, sin="sin" in spec.needs, add=spec.accumulate, blocks=config.blocks,
     )  # fmt: skip
+
+
+def _rests(spec: RopeSpec, vector: int, lanes: int) -> int:
+    """Vectors past the rotary width that each of a row's threads passes through; 0 if they are too many."""
+    parts = max(1, -(-((spec.rotary_dim // vector + 1) // 2) // lanes))
+    rests = -(-(spec.head_dim - spec.rotary_dim) // (vector * parts * lanes))
+    return rests if rests <= MOST_RESTS else 0
 
 
 # ---- what is launched --------------------------------------------------------------------------------------

@@ -33,7 +33,11 @@ template <class I> struct Stream {
 };
 
 // What a thread has in flight.
-template <class I> struct Flight { RowOf<I> grad[I::rows], x[I::rows], old[I::rows]; };
+template <class I> struct Rest { Vector<typename I::Storage, I::vector> at[I::rests ? I::rests : 1]; };
+template <class I> struct Flight {
+    RowOf<I> grad[I::rows], x[I::rows], old[I::rows];
+    Rest<I> rest[I::rows];  // of grad
+};
 
 template <class I>
 DEVICE void load_row(RowOf<I>& row, const Stream<I>& from, int r, bool first, bool second) {
@@ -43,7 +47,28 @@ DEVICE void load_row(RowOf<I>& row, const Stream<I>& from, int r, bool first, bo
     else row[1] = {};
 }
 
-// Channels past the rotary width: the same bits.
+// Channels past the rotary width: the same bits. First those that a thread has in flight with its row, then
+// where a row is not dense, or something is added, one vector after the other. `at` is the first of them.
+template <class I> DEVICE int rest_of(const Place& place, int turn) {
+    return place.lane + turn * Shape<I>::parts * I::lanes;
+}
+template <class I> DEVICE long long rest_from(const Place& place, long long step) {
+    return step * (I::vectors * I::vector - place.lane * I::vector);
+}
+template <class I> DEVICE void load_rest(
+    Rest<I>& to, const char* at, const Place& place, int rest, bool there) {
+    #pragma unroll
+    for (int i = 0; i < I::rests; ++i)
+        if (there && rest_of<I>(place, i) < rest)
+            load<I::hint, true>(to.at[i], at + Shape<I>::bytes * rest_of<I>(place, i), 0);
+}
+template <class I> DEVICE void store_rest(
+    char* at, const Rest<I>& from, const Place& place, int rest) {
+    #pragma unroll
+    for (int i = 0; i < I::rests; ++i)
+        if (rest_of<I>(place, i) < rest)
+            store<I::hint, true>(at + Shape<I>::bytes * rest_of<I>(place, i), from.at[i], 0);
+}
 template <class I> DEVICE void pass_through(
     const char* from, long long from_step, char* to, long long to_step, int rest, int lane) {
     using T = typename I::Storage;
@@ -103,6 +128,9 @@ template <class I> DEVICE void rows_of_batch(
             if constexpr (S::products) load_row<I>(now.x[u], x, r, first, second);
             if constexpr (I::rotate && I::add)
                 load_row<I>(now.old[u], out, r, first && rotate, second && rotate);
+            if constexpr (I::rotate && I::rests)
+                load_rest<I>(now.rest[u], grad.row(r) + rest_from<I>(place, grad.step), place, a.rest,
+                             there && rotate);
         }
         if (I::rotate && start) {
             load_table<I>(tables.cos, a.cos, place);
@@ -120,9 +148,10 @@ template <class I> DEVICE void rows_of_batch(
                 if (place.first) store<I::hint, I::dense>(out.row(r), made[0], out.step);
                 if (place.second) store<I::hint, I::dense>(out.second(r), made[1], out.step);
                 if constexpr (I::rest) {
-                    const int skipped = I::vectors * I::vector - place.lane * I::vector;
-                    pass_through<I>(grad.row(r) + skipped * grad.step, grad.step,
-                                    out.row(r) + skipped * out.step, out.step, a.rest, place.lane);
+                    const char* from = grad.row(r) + rest_from<I>(place, grad.step);
+                    char* to = out.row(r) + rest_from<I>(place, out.step);
+                    if constexpr (I::rests) store_rest<I>(to, now.rest[u], place, a.rest);
+                    else pass_through<I>(from, grad.step, to, out.step, a.rest, place.lane);
                 }
             }
         }
