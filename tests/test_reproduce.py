@@ -52,7 +52,9 @@ def test_each_time_finds_its_own():
     ]  # fmt: skip
     assert len({identity(one) for one in everything}) == len(everything)
     found = pairs(everything, everything[::-1])
+    assert len(found) == len(everything)
     assert all(pair.old is pair.new for pair in found)
+    assert pairs([*everything, record("gemm", "2048", 9.0, backend="numpy")], everything) == found
     half = pairs(everything, everything[::2])
     assert [pair.new is None for pair in half] == [i % 2 == 1 for i in range(len(half))]
 

@@ -55,9 +55,14 @@ class Pair:
 
 
 def pairs(old: Sequence[Record], new: Sequence[Record]) -> list[Pair]:
-    """Each old record that has a time, and the new one of the same thing."""
+    """Each old record of a case that has a time, and the new one of the same thing."""
     found = {identity(record): record for record in new}
-    return [Pair(record, found.get(identity(record))) for record in old if record.median_us is not None]
+    known = {record.case for record in old if record.op in OPS}  # other ceilings are not measured again
+    return [
+        Pair(record, found.get(identity(record)))
+        for record in old
+        if record.median_us is not None and record.case in known
+    ]
 
 
 def differences(old: Sequence[Record], new: Sequence[Record]) -> list[tuple[str, str, str]]:
