@@ -78,7 +78,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
     yield from _tensor_steps(stage)
     yield from _shape_steps(stage, out, stem)
     if stage == "time":
-        for suite in (*TIMED, "limits"):
+        for suite in sorted((*TIMED, "limits"), key=("rope", "rope-qk", "rope-qk-bshd", "qkv", "limits").index):
             timed = (
                 "-m",
                 "ropegrad.bench.suite_terminal",

@@ -121,5 +121,5 @@ def test_the_steps_of_every_stage():
         "memcheck cupy_plain", "racecheck cupy_plain", "initcheck cupy_plain", "memcheck cupy_tensor",
         "racecheck cupy_tensor", "initcheck cupy_tensor",
         "time large", "DRAM bytes", "time other", "time bfloat16", "time needs-q-k",
-        "time rope", "time qkv", "time rope-qk", "time rope-qk-bshd", "time limits",
+        "time rope", "time rope-qk", "time rope-qk-bshd", "time qkv", "time limits",
     ]  # fmt: skip
