@@ -120,6 +120,9 @@ def frame(
     )  # fmt: skip
     figure.text(0.15 / width, 1 - 0.3 / height, words.title, fontsize=13, fontweight="bold")
     figure.text(0.15 / width, 1 - 0.54 / height, words.subtitle, fontsize=9.5, color=LIGHT.soft)
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if not axis.get_label_text():
+            axis.set_label_coords(0, 0)  # no search for a place that is free
     if handles:
         figure.legend(
             handles=handles, loc="lower center", ncols=columns, columnspacing=1.6, handlelength=2.2,
