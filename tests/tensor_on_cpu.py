@@ -17,7 +17,7 @@ from ropegrad.arrays import numpy_dtype
 from ropegrad.backends import cublas, cupy_tensor, qkv_launch
 from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.qkv_access import Placed, aside_of
-from ropegrad.backends.qkv_instance import ENTRIES, Instance, kernel_text
+from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance, kernel_text
 from ropegrad.backends.qkv_launch import OPERANDS, Launch, Room, Steps, prepare
 from ropegrad.backends.qkv_status import STATE, status_of
 from ropegrad.backends.qkv_workspace import CUBLAS, workspace
@@ -102,13 +102,8 @@ def execute(spec: QkvSpec, steps: Steps, arrays: list[NumpyArray], launching: La
     for step in steps.steps:
         if isinstance(step, Launch):
             given = [parameter.tobytes() for parameter in step.parameters]
-            kernels[step.entry](
-                (step.grid,),
-                (steps.instance.threads(step.entry),),
-                given,
-                arrays=arrays,
-                order=launching.order,
-            )
+            block = (THREADS[step.entry],)
+            kernels[step.entry]((step.grid,), block, given, arrays=arrays, order=launching.order)
         elif isinstance(step, Narrow):
             multiply(step, OPERANDS[spec.precision], launching.flushes)
         else:

@@ -21,7 +21,7 @@ from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cublas_narrow import Narrow, multiply_narrow
 from ropegrad.backends.cupy_plain import CupyPlain
 from ropegrad.backends.qkv_access import Placed, aside_of, vectors
-from ropegrad.backends.qkv_instance import ENTRIES, Instance
+from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
 from ropegrad.backends.qkv_launch import (
     OPERANDS,
     Fill,
@@ -107,7 +107,7 @@ def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
     return [
         f"one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as {operand}, "
         f"{widths[0] * size} and {widths[1] * size} bytes an access; cuBLAS multiplies with float32 sums",
-        "scales are powers of two, guessed from some elements of each matrix and judged on the device by the "
+        "scales are powers of two, guessed from 256 elements of each matrix and judged on the device by the "
         "maxima of rows and columns: one for a matrix; where its range is too wide, one for each token or "
         "channel of the gradients, for each column of hidden states and weights; where one operand is large "
         "just where the other is tiny, the product is computed anew in float32",
@@ -199,7 +199,7 @@ def execute(steps: Steps, spec: QkvSpec) -> None:
     kernels = compiled(steps.instance)
     for step in steps.steps:
         if isinstance(step, Launch):
-            launch(kernels[step.entry], step, steps.instance.threads(step.entry))
+            launch(kernels[step.entry], step)
         elif isinstance(step, Narrow):
             multiply_narrow(step, OPERANDS[spec.precision], steps.cublas, CUBLAS)
         else:
@@ -208,13 +208,13 @@ def execute(steps: Steps, spec: QkvSpec) -> None:
             cupy.cuda.runtime.memsetAsync(step.address, 0, step.size, stream)
 
 
-def launch(kernel: Any, step: Launch, threads: int) -> None:
+def launch(kernel: Any, step: Launch) -> None:
     """One kernel; its parameters are copied while it is launched."""
     import cupy
 
     pointers = array("q", [parameter.buffer_info()[0] for parameter in step.parameters])
     cupy.cuda.driver.launchKernel(
-        kernel.kernel.ptr, step.grid, 1, 1, threads, 1, 1, 0,
+        kernel.kernel.ptr, step.grid, 1, 1, THREADS[step.entry], 1, 1, 0,
         cupy.cuda.get_current_stream().ptr, pointers.buffer_info()[0], 0,
     )  # fmt: skip
 

@@ -10,12 +10,13 @@ FOLDER = Path(__file__).parent / "kernels"
 PARTS = ("numbers.cuh", "memory.cuh", "qkv_inputs.cuh", "qkv_scales.cuh", "qkv_rows.cuh", "qkv_pass.cu")
 
 _TYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
-_KERNELS = {  # parameters behind `Arguments`, the body; blocks that must fit
-    "qkv_convert": ("", "qkv_convert_of<I>(a)", 1),
-    "qkv_mend": (", const Finish finish, const long long turn", "mend<I>(a, finish, turn)", 2),
-    "qkv_biases": (", const Biases biases", "bias_all<I>(a, biases)", 1),
+_KERNELS = {  # parameters behind `Arguments`, the body, threads of a block; blocks that must fit
+    "qkv_convert": ("", "qkv_convert_of<I>(a)", 512, 1),
+    "qkv_mend": (", const Finish finish, const long long turn", "mend<I>(a, finish, turn)", 256, 2),
+    "qkv_biases": (", const Biases biases", "bias_all<I>(a, biases)", 1024, 1),
 }
 ENTRIES = tuple(_KERNELS)
+THREADS = {entry: threads for entry, (_, _, threads, _) in _KERNELS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,6 @@ class Instance:
     half_table: bool
     add: bool
 
-    @property
-    def warps(self) -> int:
-        """Of a block of the pass, one a multiprocessor: as many as its registers allow."""
-        return 20 if max(self.vector, self.matrix_vector) <= 4 else 16
-
-    def threads(self, entry: str) -> int:
-        """Of a block."""
-        return {"qkv_convert": 32 * self.warps, "qkv_mend": 256, "qkv_biases": 1024}[entry]
-
     def source(self) -> str:
         """The kernels' text and this instance of them, `extern "C"` and called as in ENTRIES."""
         return f"{kernel_text()}\n{self.definition()}"
@@ -61,11 +53,10 @@ class Instance:
         names = [field.name for field in fields(self)][3:]
         values = " ".join(f"static constexpr int {name} = {int(getattr(self, name))};" for name in names)
         instance = f"instance{suffix}"
-        values += f" static constexpr int warps = {self.warps};"
         text = [f"struct {instance} {{ {types} {values} }};"]
-        for entry, (parameters, body, blocks) in _KERNELS.items():
+        for entry, (parameters, body, threads, blocks) in _KERNELS.items():
             text.append(
-                f'extern "C" __global__ void __launch_bounds__({self.threads(entry)}, {blocks})\n'
+                f'extern "C" __global__ void __launch_bounds__({threads}, {blocks})\n'
                 f"{entry}{suffix}(const Arguments a{parameters}) {{ using I = {instance}; {body}; }}"
             )
         return "\n".join(text) + "\n"

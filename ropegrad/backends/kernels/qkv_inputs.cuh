@@ -106,8 +106,9 @@ template <class I, int V> struct Gradients {
     static constexpr bool within = I::interleaved && V > 1;  // partners stand in the same vector
     static constexpr bool shared = I::half_table && within;  // a column of the table serves two channels
     static constexpr int columns = shared ? V / 2 : V;
-    static constexpr int in_flight = 2;  // rows: registers hold a row's tables too
+    static constexpr int in_flight = V <= 4 ? 3 : 1;  // rows, and their tables: as registers allow
     using Table = Vector<typename I::Table, columns>[2];
+    struct Tables { Table c, s; };
 
     const Arguments& a;
     const char *at, *cos, *sin;
@@ -147,12 +148,15 @@ template <class I, int V> struct Gradients {
     DEVICE void read(const Row& row, Loaded<I, V>& to) const {
         load_unit(to, at + outer * row.outer + inner * row.inner, apart, unit.both);
     }
-    DEVICE void values(const Row& row, const Loaded<I, V>& from, float (&to)[2 * V]) const {
+    DEVICE void read_tables(const Row& row, Tables& to) const {
+        if (!turned) return;
+        load_table(to.c, cos + row_offset(a.cos, row), cos_apart);
+        load_table(to.s, sin + row_offset(a.sin, row), sin_apart);
+    }
+    DEVICE void values(const Loaded<I, V>& from, const Tables& tables, float (&to)[2 * V]) const {
         widen(from, to);
         if (!turned) return;
-        Table c, s;
-        load_table(c, cos + row_offset(a.cos, row), cos_apart);
-        load_table(s, sin + row_offset(a.sin, row), sin_apart);
+        const Table &c = tables.c, &s = tables.s;
         #pragma unroll
         for (int pair = 0; pair < V; ++pair) {
             const int i = within ? 2 * pair : pair, j = within ? i + 1 : i + V;  // first and second member
@@ -183,7 +187,9 @@ template <class I> struct GradientColumn {
         Loaded<I, 1> loaded;
         float x[2];
         source.read(row, loaded);
-        source.values(row, loaded, x);
+        typename Gradients<I, 1>::Tables tables = {};
+        source.read_tables(row, tables);
+        source.values(loaded, tables, x);
         return second ? x[1] : x[0];
     }
     static DEVICE unsigned number_of(const Arguments& a, unsigned column) {  // of the unit it is in
@@ -199,6 +205,7 @@ template <class I> struct GradientColumn {
 
 template <class I, int V> struct Hidden {
     static constexpr int in_flight = 4;
+    struct Tables {};
     const Arguments& a;
     Unit unit;
     const char* at;
@@ -210,11 +217,13 @@ template <class I, int V> struct Hidden {
         load_unit(to, at + row_offset(a.hidden, row), apart(), unit.both);
     }
     DEVICE long long apart() const { return a.hidden.step * (unit.second - unit.first); }
-    DEVICE void values(const Row&, const Loaded<I, V>& from, float (&to)[2 * V]) const { widen(from, to); }
+    DEVICE void read_tables(const Row&, Tables&) const {}
+    DEVICE void values(const Loaded<I, V>& from, Tables, float (&to)[2 * V]) const { widen(from, to); }
 };
 
 template <class I, int V> struct Weights {
     static constexpr int in_flight = 4;
+    struct Tables {};
     const Arguments& a;
     Unit unit;
 
@@ -228,7 +237,8 @@ template <class I, int V> struct Weights {
     DEVICE const char* first(const Rows& from, const Place& place) const {
         return from.at + from.inner * place.at + from.step * unit.first;
     }
-    DEVICE void values(const Row&, const Loaded<I, V>& from, float (&to)[2 * V]) const { widen(from, to); }
+    DEVICE void read_tables(const Row&, Tables&) const {}
+    DEVICE void values(const Loaded<I, V>& from, Tables, float (&to)[2 * V]) const { widen(from, to); }
 };
 
 // One element of X or W.

@@ -5,6 +5,8 @@
 // front (DRAM wants few open pages), and a block's warps find D's tables in L1. Column maxima stay in registers
 // and go to memory at the end, neighbours together; maxima of integers are the same in any order.
 
+constexpr int CONVERTERS = 16;  // warps of a block of `convert`, one block a multiprocessor
+
 struct Job {
     unsigned rows, units;      // 0 rows: nothing to do
     char* out;
@@ -49,12 +51,13 @@ template <int V> DEVICE void add_columns(
 
 // One row of a group: rounded and written; its largest magnitude, and the columns' so far.
 template <class I, int V, bool MEASURE, class Source> DEVICE unsigned convert_row(
-    const Job& job, const Source& source, const Row& row, const Loaded<I, V>& loaded, const Scale& scale,
+    const Job& job, const Source& source, const Row& row, const Loaded<I, V>& loaded,
+    const typename Source::Tables& tables, const Scale& scale,
     char* out, unsigned apart, const int (&own)[2 * V], unsigned (&found)[2 * V]) {
     using Operand = typename I::Operand;
     unsigned largest = 0;
     float x[2 * V];
-    source.values(row, loaded, x);
+    source.values(loaded, tables, x);
     Vector<Operand, V> narrow[2] = {};
     #pragma unroll
     for (int i = 0; i < 2 * V; ++i) {
@@ -108,6 +111,13 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_group(
             if (start + r < job.rows && inside) source.read(ahead, loaded[r]);
             ahead.step(a);
         }
+        typename Source::Tables tables[ROWS] = {};
+        ahead = row;
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (start + r < job.rows && inside) source.read_tables(ahead, tables[r]);
+            ahead.step(a);
+        }
         unsigned mine = 0;
         #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -115,7 +125,7 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_group(
             unsigned largest = 0;
             if (inside)
                 largest = convert_row<I, V, MEASURE>(
-                    job, source, row, loaded[r], scale, out, apart, own, found);
+                    job, source, row, loaded[r], tables[r], scale, out, apart, own, found);
             if constexpr (MEASURE) {
                 largest = most_of_warp(largest);
                 if (lane == r) mine = largest;
@@ -143,7 +153,7 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_matrix
 
 // D, X, W in turn; who had less of one starts with the next. The jobs are in shared memory: registers are scarce.
 template <class I, bool MEASURE> DEVICE void convert_all(const Arguments& a, const Job (&jobs)[3]) {
-    constexpr int V = I::vector, U = I::matrix_vector, WARPS = MEASURE ? I::warps : 1;
+    constexpr int V = I::vector, U = I::matrix_vector, WARPS = MEASURE ? CONVERTERS : 1;
     __shared__ unsigned of_d[WARPS][32 * V], of_matrix[WARPS][32 * U];
     const unsigned each = blockDim.x / 32, warps = gridDim.x * each, warp = threadIdx.x / 32;
     const unsigned at = MEASURE ? warp : 0;
