@@ -193,7 +193,8 @@ template <class I> struct GradientColumn {
         return second ? x[1] : x[0];
     }
     static DEVICE unsigned number_of(const Arguments& a, unsigned column) {  // of the unit it is in
-        const unsigned head_dim = static_cast<unsigned>(a.head_dim), pairs = static_cast<unsigned>(a.rotary) / 2;
+        const unsigned head_dim = static_cast<unsigned>(a.head_dim);
+        const unsigned pairs = static_cast<unsigned>(a.rotary) / 2;
         const unsigned rest = units_of<1>(head_dim - 2 * pairs), channel = column % head_dim;
         const unsigned self = channel >= 2 * pairs ? pairs + (channel - 2 * pairs) % rest
                             : I::interleaved ? channel / 2 : channel % pairs;

@@ -1,9 +1,9 @@
 // The memory pass of the QKV projections' gradients: D, X and W as 16-bit matrices, scaled by powers of two.
 //
 // Launches: convert (scales guessed from a sample; every input read once, every copy written once, maxima of
-// rows and columns measured; the last block judges whether the scales are right), mend (convert again; back at
-// once if all is well), the product D·W, mend (what scales of single rows and columns left to do; convert D
-// again), the product Dᵀ·X, mend. Where results must be added, rounded or spread by strides, mend does that.
+// rows and columns measured; the last block judges whether the scales are right), mend (convert again; back
+// at once if all is well), the product D·W, mend (what scales of single rows and columns left to do; convert
+// D again), the product Dᵀ·X, mend. Where results must be added, rounded or spread by strides, mend does that.
 //
 // Behind numbers.cuh, memory.cuh, qkv_inputs.cuh, qkv_scales.cuh and qkv_rows.cuh.
 

@@ -1,9 +1,9 @@
 // Rows of a matrix on their way to 16 bits: read, scaled, rounded, written, and measured.
 //
-// A warp stays with 32 neighbouring units, a *group*, and takes some rows at a time, all in flight. Neighbouring
-// warps have neighbouring groups of the same rows, then the next rows: the device walks through memory as one
-// front (DRAM wants few open pages), and a block's warps find D's tables in L1. Column maxima stay in registers
-// and go to memory at the end, neighbours together; maxima of integers are the same in any order.
+// A warp stays with 32 neighbouring units, a *group*, and takes some rows at a time, all in flight.
+// Neighbouring warps have neighbouring groups of the same rows, then the next rows: a block's warps find D's
+// tables in L1. Column maxima stay in registers and go to memory at the end, neighbours together; maxima of
+// integers are the same in any order.
 
 constexpr int CONVERTERS = 16;  // warps of a block of `convert`, one block a multiprocessor
 
@@ -151,7 +151,7 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_matrix
     }
 }
 
-// D, X, W in turn; who had less of one starts with the next. The jobs are in shared memory: registers are scarce.
+// D, X, W in turn; who had less of one starts with the next. (Jobs are in shared memory to spare registers.)
 template <class I, bool MEASURE> DEVICE void convert_all(const Arguments& a, const Job (&jobs)[3]) {
     constexpr int V = I::vector, U = I::matrix_vector, WARPS = MEASURE ? CONVERTERS : 1;
     __shared__ unsigned of_d[WARPS][32 * V], of_matrix[WARPS][32 * U];

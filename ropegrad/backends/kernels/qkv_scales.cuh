@@ -72,8 +72,8 @@ template <int N> DEVICE void most_of_block(unsigned (&x)[N]) {
 
 constexpr unsigned RUN = 8, RUNS = 32, SAMPLERS = RUN * RUNS;  // samples that are neighbours: one access
 
-// An element a thread of each matrix, rows and columns evenly spread: the largest of each warp. Every block has
-// the same. (No divisions: every block waits for this.)
+// An element a thread of each matrix, rows and columns evenly spread: the largest of each warp. Every block
+// has the same. (No divisions: every block waits for this.)
 template <class I> DEVICE void sample(const Arguments& a, unsigned (&to)[3][SAMPLERS / 32]) {
     const unsigned run = threadIdx.x / RUN, within = threadIdx.x % RUN, warp = threadIdx.x / 32;
     const auto spread = [](unsigned i, long long n) { return static_cast<unsigned>(i * n / RUNS); };
@@ -136,7 +136,9 @@ DEVICE void ranges_of(const Arguments& a, Range (&ranges)[6]) {
         int array = 0;
         #pragma unroll
         for (int k = 0; k < 5; ++k) array += i >= ends[k];
-        if (lane == 0 && largest) atomicMax(&shared[array][0], largest), atomicMax(&shared[array][1], smallest);
+        if (lane || !largest) continue;
+        atomicMax(&shared[array][0], largest);
+        atomicMax(&shared[array][1], smallest);
     }
     __syncthreads();
     #pragma unroll
@@ -179,7 +181,8 @@ template <class Operand> DEVICE bool reciprocal(const unsigned* left, const unsi
     constexpr int kept = Window<Operand>::kept, shift = 512;
     if (!of_left.largest || !of_right.largest) return false;
     const int top_left = exponent_of(of_left.largest), top_right = exponent_of(of_right.largest);
-    if (exponent_of(of_left.smallest) + kept >= top_left && exponent_of(of_right.smallest) + kept >= top_right)
+    if (exponent_of(of_left.smallest) + kept >= top_left
+        && exponent_of(of_right.smallest) + kept >= top_right)
         return false;  // nothing is lost
     unsigned products[2] = {0, 0};  // the largest one, the largest of what may be lost
     #pragma unroll 1
@@ -221,7 +224,8 @@ template <class I> DEVICE void judge(const Arguments& a, int d, int x, int w) {
         decide<Operand>(s, self, self == D ? d : self == X ? x : w, rows, columns, own_rows, own_columns);
         s.own_columns[self] = own_columns;
         if (self != D) s.again[self] |= own_columns;
-        else s.own[HIDDEN] = own_rows, s.own[WEIGHTS] = own_columns, s.again_d = weights && (own_rows || own_columns);
+        else s.own[HIDDEN] = own_rows, s.own[WEIGHTS] = own_columns;
+        if (self == D) s.again_d = weights && (own_rows || own_columns);
     }
     __syncthreads();
     if (self < 2) {
