@@ -26,7 +26,7 @@ import numpy as np
 from ropegrad.backends.cublas import multiply
 from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.cupy_tensor import execute, multiprocessors, place
-from ropegrad.backends.qkv_launch import OPERANDS, Launch, Room, Steps, prepare
+from ropegrad.backends.qkv_launch import OPERANDS, Fill, Launch, Room, Steps, prepare
 from ropegrad.backends.qkv_workspace import workspace
 from ropegrad.bench import device as devices
 from ropegrad.bench.products import PRECISIONS, Product
@@ -56,9 +56,9 @@ class Bound:
         """Make the steps."""
         execute(self.steps, self.spec)
 
-    def only(self, kind: type) -> Bound:
-        """The same with one kind of step."""
-        kept = tuple(step for step in self.steps.steps if isinstance(step, kind))
+    def only(self, *kinds: type) -> Bound:
+        """The same with some kinds of step."""
+        kept = tuple(step for step in self.steps.steps if isinstance(step, kinds))
         return replace(self, steps=replace(self.steps, steps=kept))
 
 
@@ -149,7 +149,7 @@ def tune(name: str, spec: QkvSpec, given: argparse.Namespace) -> list[dict[str, 
             if not kind:
                 for call in bound:
                     call()  # the products alone then find operands and alpha
-                contenders[f"{precision}, pass alone"] = [call.only(Launch) for call in bound]
+                contenders[f"{precision}, pass alone"] = [call.only(Fill, Launch) for call in bound]
                 contenders[f"{precision}, products alone"] = [call.only(Narrow) for call in bound]
     lines = []
     for protocol in PROTOCOLS:

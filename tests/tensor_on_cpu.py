@@ -16,8 +16,9 @@ from ropegrad import qkv_plan
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends import cublas, cupy_tensor, qkv_launch
 from ropegrad.backends.cublas_narrow import Narrow
+from ropegrad.backends.qkv_access import Placed, aside_of
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance, kernel_text
-from ropegrad.backends.qkv_launch import OPERANDS, Launch, Placed, Room, Steps, aside_of, prepare
+from ropegrad.backends.qkv_launch import OPERANDS, Launch, Room, Steps, prepare
 from ropegrad.backends.qkv_status import STATE, status_of
 from ropegrad.backends.qkv_workspace import CUBLAS, workspace
 from ropegrad.spec import QkvSpec
@@ -101,9 +102,8 @@ def execute(spec: QkvSpec, steps: Steps, arrays: list[NumpyArray], launching: La
     for step in steps.steps:
         if isinstance(step, Launch):
             given = [parameter.tobytes() for parameter in step.parameters]
-            kernels[step.entry](
-                (step.grid,), (THREADS[step.entry],), given, arrays=arrays, order=launching.order
-            )
+            block = (THREADS[step.entry],)
+            kernels[step.entry]((step.grid,), block, given, arrays=arrays, order=launching.order)
         elif isinstance(step, Narrow):
             multiply(step, OPERANDS[spec.precision], launching.flushes)
         else:
@@ -157,7 +157,7 @@ def compile_all(instances: Iterable[Instance], fault: Fault | None = None) -> No
 
 # ---- the public call ---------------------------------------------------------------------------------------
 
-NUMBERS = {"qkv_convert": (1,), "qkv_finish": (11,), "qkv_biases": (6,)}  # behind the 64 of Arguments
+NUMBERS = {"qkv_mend": (11, 1), "qkv_biases": (6,)}  # behind the 64 of Arguments
 STREAM, HANDLE = 7, 5
 
 

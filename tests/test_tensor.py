@@ -106,7 +106,7 @@ def test_a_captured_call_follows_its_inputs(cupy, kind):
     """Captured on ordinary data, replayed on others: nothing was decided on the host."""
     ordinary = make_case(SPEC, 5)
     case = ordinary if kind == "normal" else wide_case(kind, 1)
-    plan = rg.plan_qkv_rope_backward(replace(SPEC, rope=replace(SPEC.rope, namespace="cupy")))
+    plan = rg.plan_qkv_rope_backward(replace(SPEC, rope=replace(SPEC.rope, namespace="cupy")), backend=NAME)
     assert plan.backend == NAME
     arrays = on_gpu(ordinary)
     out = tuple(cupy.full(SPEC.output(need)[0], cupy.nan, cupy.float32) for need in QKV_WEIGHTS)
@@ -130,7 +130,7 @@ def test_a_captured_call_follows_its_inputs(cupy, kind):
 
 def test_a_call_allocates_only_what_it_says(cupy):
     spec = DENSE
-    plan = rg.plan_qkv_rope_backward(spec)
+    plan = rg.plan_qkv_rope_backward(spec, backend=NAME)
     arrays = on_gpu(make_case(spec, 1))
     out = tuple(cupy.empty(spec.output(need)[0], cupy.float32) for need in QKV_WEIGHTS)
     room = cupy.empty(plan.workspace_bytes, cupy.uint8)
@@ -161,7 +161,7 @@ def test_runs_on_the_current_stream(cupy):
             busy = busy @ busy * 1e-3
         for array, x in zip(arrays, source, strict=True):
             array[...] = x
-        grads = rg.qkv_rope_backward(*arrays, **options(case.spec))
+        grads = rg.qkv_rope_backward(*arrays, **options(case.spec), backend=NAME)
     stream.synchronize()
     for name, value in right.items():
         assert np.array_equal(getattr(grads, name).get(), value)
@@ -170,5 +170,5 @@ def test_runs_on_the_current_stream(cupy):
 def test_cublas_is_left_as_cupy_expects_it(cupy):
     a = cupy.random.standard_normal((64, 64), dtype=cupy.float32)
     before = a @ a
-    rg.qkv_rope_backward(*on_gpu(make_case(DENSE, 1)), precision="high")
+    rg.qkv_rope_backward(*on_gpu(make_case(DENSE, 1)), precision="high", backend=NAME)
     assert bool((a @ a == before).all())

@@ -20,17 +20,15 @@ from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cublas_narrow import Narrow, multiply_narrow
 from ropegrad.backends.cupy_plain import CupyPlain
+from ropegrad.backends.qkv_access import Placed, aside_of, vectors
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
 from ropegrad.backends.qkv_launch import (
     OPERANDS,
     Fill,
     Launch,
-    Placed,
     Room,
     Steps,
-    aside_of,
     prepare,
-    vectors,
 )
 from ropegrad.backends.qkv_status import Status, status_of
 from ropegrad.backends.qkv_workspace import ALIGNED, CUBLAS, STATE, Workspace, products_of, workspace
@@ -109,7 +107,7 @@ def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
     return [
         f"one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as {operand}, "
         f"{widths[0] * size} and {widths[1] * size} bytes an access; cuBLAS multiplies with float32 sums",
-        "scales are powers of two, guessed from 4096 elements of each matrix and judged on the device by the "
+        "scales are powers of two, guessed from 256 elements of each matrix and judged on the device by the "
         "maxima of rows and columns: one for a matrix; where its range is too wide, one for each token or "
         "channel of the gradients, for each column of hidden states and weights; where one operand is large "
         "just where the other is tiny, the product is computed anew in float32",

@@ -7,14 +7,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "kernels"
-PARTS = ("numbers.cuh", "memory.cuh", "qkv_inputs.cuh", "qkv_scales.cuh", "qkv_pass.cu")
+PARTS = ("numbers.cuh", "memory.cuh", "qkv_inputs.cuh", "qkv_scales.cuh", "qkv_rows.cuh", "qkv_pass.cu")
 
 _TYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
 _KERNELS = {  # parameters behind `Arguments`, the body, threads of a block; blocks that must fit
-    "qkv_guess": ("", "qkv_guess_of<I>(a)", 1024, 1),
-    "qkv_convert": (", const long long turn", "qkv_convert_of<I>(a, turn)", 256, 3),
-    "qkv_judge": ("", "qkv_judge_of<I>(a)", 1024, 1),
-    "qkv_finish": (", const Finish finish", "finish_all<I>(a, finish)", 256, 4),
+    "qkv_convert": ("", "qkv_convert_of<I>(a)", 512, 1),
+    "qkv_mend": (", const Finish finish, const long long turn", "mend<I>(a, finish, turn)", 256, 2),
     "qkv_biases": (", const Biases biases", "bias_all<I>(a, biases)", 1024, 1),
 }
 ENTRIES = tuple(_KERNELS)

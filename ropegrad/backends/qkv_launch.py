@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
 from ropegrad.backends.cublas_narrow import Narrow
-from ropegrad.backends.qkv_instance import THREADS, Instance
+from ropegrad.backends.qkv_access import Placed, aside_of, vectors
+from ropegrad.backends.qkv_arguments import arguments, inner_of, token_rows
+from ropegrad.backends.qkv_instance import Instance
 from ropegrad.backends.qkv_workspace import (
     biases_of,
     maxima_of,
@@ -26,20 +28,11 @@ from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec
 
 CHAIN = 16_384  # products that a tensor core may add before float32 takes over
-ALIGNED = 16  # bytes of the widest access
 OPERANDS = {"high": "float16", "medium": "bfloat16"}
-GRADIENTS = {"q": "grad_query", "k": "grad_key", "v": "grad_value"}
 _ALPHA, _ONE, _ZERO = 56, 64, 68  # bytes into the struct State
-_TILE = 64, 32  # rows of a tile of `convert`, vectors of its columns
-_WAVES = 8  # blocks a multiprocessor where they take turns
-
-
-class Placed(NamedTuple):
-    """An array on the device: address and strides in bytes."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+_BEFORE_HIDDEN, _BEFORE_WEIGHTS, _LAST = range(3)  # turns of `mend`
+_NOTHING = (0,) * 11  # the struct Finish of qkv_pass.cu
+_MENDERS = 2, 8  # blocks a multiprocessor where there is normally nothing to do, and where there is
 
 
 class Launch(NamedTuple):
@@ -97,55 +90,6 @@ def _itemsize(spec: QkvSpec, name: str) -> int:
     return nbytes((1,), spec.rope.table_dtype if name in ("cos", "sin") else spec.rope.dtype)
 
 
-def aside_of(spec: QkvSpec, arrays: dict[str, Placed]) -> tuple[str, ...]:
-    """Needs whose product cannot stand in the output at once: it is rounded, added or spread later."""
-    names = [need for need in spec.needs if not need.endswith("_bias")]
-    direct = spec.rope.dtype == "float32" and not spec.accumulate
-    return tuple(n for n in names if not direct or not _dense(arrays[f"grad_{n}"], 4, ALIGNED))
-
-
-def _dense(one: Placed, itemsize: int, aligned: int) -> bool:
-    step = itemsize
-    for size, stride in zip(reversed(one.shape), reversed(one.strides), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return one.address % aligned == 0
-
-
-def vectors(spec: QkvSpec, arrays: dict[str, Placed]) -> tuple[int, int]:
-    """Channels an access, of the gradients and of the matrices: the widest that widths and memory allow."""
-    rope, size = spec.rope, nbytes((1,), spec.rope.dtype)
-    grads = [arrays[name] for name in GRADIENTS.values() if name in arrays]
-    tables = [arrays[name] for name in ("cos", "sin") if name in arrays]
-    matrices = [arrays[n] for n in ("hidden_states", *(f"{p}_weight" for p in "qkv")) if n in arrays]
-    interleaved = rope.pairing == "interleaved"
-    turned = rope.rotary_dim if interleaved else rope.rotary_dim // 2
-
-    def head(vector: int) -> bool:
-        run = vector // 2 if interleaved and rope.table == "half" else vector
-        whole = rope.head_dim % vector == 0 and turned % vector == 0
-        fits = all(_aligned(x, size, vector) for x in grads)
-        return whole and fits and all(_aligned(x, nbytes((1,), rope.table_dtype), run) for x in tables)
-
-    def matrix(vector: int) -> bool:
-        return (spec.hidden_size or 0) % vector == 0 and all(_aligned(x, size, vector) for x in matrices)
-
-    widths = [width for width in (8, 4, 2) if width * size <= ALIGNED]
-    return next(filter(head, widths), 1), next(filter(matrix, widths), 1)
-
-
-def _aligned(one: Placed, itemsize: int, vector: int) -> bool:
-    """Whether `vector` neighbours on the last axis are one access, or several of 16 bytes."""
-    if not one.shape or 0 in one.shape:
-        return True
-    unit = min(vector * itemsize, ALIGNED)
-    if one.shape[-1] > 1 and one.strides[-1] != itemsize:
-        return False
-    others = zip(one.shape[:-1], one.strides[:-1], strict=True)
-    return one.address % unit == 0 and all(step % unit == 0 for size, step in others if size > 1)
-
-
 @dataclass(frozen=True)
 class _Problem:
     """A problem on its way to steps."""
@@ -160,9 +104,12 @@ class _Problem:
         return aside_of(self.spec, self.arrays)
 
     @property
+    def _widths(self) -> tuple[int, int]:
+        return vectors(self.spec, self.arrays)
+
+    @property
     def instance(self) -> Instance:
-        rope = self.spec.rope
-        vector, matrix_vector = vectors(self.spec, self.arrays)
+        rope, (vector, matrix_vector) = self.spec.rope, self._widths
         return Instance(
             storage=rope.dtype, table=rope.table_dtype, operand=OPERANDS[self.spec.precision],
             vector=vector, matrix_vector=matrix_vector, interleaved=rope.pairing == "interleaved",
@@ -172,20 +119,26 @@ class _Problem:
     def all_steps(self) -> Iterator[Step]:
         hidden, weights = products_of(self.spec)
         if hidden or weights:
-            parts = parts_of(self.spec)
-            arguments = self._arguments(parts)
-            tiles = self._tiles(parts)
-            clearing = -(-sum(maxima_of(self.spec)) // THREADS["qkv_guess"])
-            yield Launch("qkv_guess", max(1, min(64, clearing)), (arguments,))
-            yield Launch("qkv_convert", max(1, tiles), (arguments, array("q", [0])))
-            yield Launch("qkv_judge", 1, (arguments,))
-            yield Launch("qkv_convert", self._few(tiles), (arguments, array("q", [1])))
+            arguments = self._arguments(parts_of(self.spec))
+            yield Fill(self.block("maxima"), 4 * sum(maxima_of(self.spec)))
+            yield Launch("qkv_convert", self.multiprocessors, (arguments,))
+            yield self._mend(arguments, _BEFORE_HIDDEN)
             if hidden:
                 yield from self._hidden(arguments)
+            else:
+                yield self._mend(arguments, _BEFORE_WEIGHTS)
             if weights:
-                yield Launch("qkv_convert", self._few(tiles), (arguments, array("q", [2])))
                 yield from self._weights(arguments)
         yield from self._biases()
+
+    # ---- the pass ------------------------------------------------------------------------------------------
+
+    def _mend(
+        self, arguments: array[int], turn: int, finish: tuple[int, ...] = _NOTHING, busy: bool = False
+    ) -> Launch:
+        """What is normally nothing, unless `busy`."""
+        grid = _MENDERS[busy] * self.multiprocessors
+        return Launch("qkv_mend", grid, (arguments, array("q", finish), array("q", [turn])))
 
     # ---- products ------------------------------------------------------------------------------------------
 
@@ -196,7 +149,8 @@ class _Problem:
         at = self.block("product") if aside else out.address
         left, right = (self.block("d"), pitch(width), False), (self.block("w"), pitch(self._columns))
         yield from self._product(0, left, right, at, spec.tokens, width)
-        yield from self._finish(arguments, 0, at, self._token_rows(out), spec.tokens, self._inner, 0, aside)
+        finish = at, *token_rows(out), spec.tokens, self._columns, inner_of(spec), 0, 0, int(not aside)
+        yield self._mend(arguments, _BEFORE_WEIGHTS, finish, aside)
 
     def _weights(self, arguments: array[int]) -> Iterator[Step]:
         spec, parts = self.spec, parts_of(self.spec)
@@ -208,7 +162,9 @@ class _Problem:
                 1, (self.block("d") + 2 * first, step, True), right, at, rows, spec.tokens
             )
             to = (out.address, 0, *(out.strides if aside else (4 * self._columns, 4)))
-            yield from self._finish(arguments, 1, at, to, rows, max(rows, 1), first, aside)
+            finish = at, *to, rows, self._columns, max(rows, 1), 1, first, int(not aside)
+            if rows and self._columns:
+                yield self._mend(arguments, _LAST, finish, aside)
 
     def _runs(self, parts: tuple[str, ...]) -> list[tuple[int, int, Placed, bool]]:
         """First column of D, rows, output, and whether its product stands aside, for one product each.
@@ -250,14 +206,6 @@ class _Problem:
                 state + (_ONE if start else _ZERO),
             )  # fmt: skip
 
-    def _finish(
-        self, arguments: array[int], which: int, product: int, to: tuple[int, ...], rows: int, inner: int,
-        first: int, aside: bool,
-    ) -> Iterator[Step]:  # fmt: skip
-        if rows and self._columns:
-            values = [product, *to, rows, self._columns, inner, which, first, int(not aside)]
-            yield Launch("qkv_finish", self._few(rows), (arguments, array("q", values)))
-
     def _biases(self) -> Iterator[Step]:
         parts = biases_of(self.spec)
         width = width_of(self.spec, parts)
@@ -273,69 +221,10 @@ class _Problem:
     def _columns(self) -> int:
         return self.spec.hidden_size or 0
 
-    @property
-    def _inner(self) -> int:
-        """Tokens that follow each other in `inner`: positions, or batches in layout sbhd."""
-        rope = self.spec.rope
-        return max(rope.batch if rope.layout == "sbhd" else rope.seq, 1)
-
     def block(self, name: str) -> int:
         """Address of a block of the workspace."""
         return self.room.memory + workspace(self.spec, self.aside).offsets[name]
 
-    def _few(self, blocks: int) -> int:
-        return max(1, min(blocks, _WAVES * self.multiprocessors))
-
-    def _tiles(self, parts: tuple[str, ...]) -> int:
-        spec, (vector, matrix_vector) = self.spec, vectors(self.spec, self.arrays)
-        (hidden, weights), width = products_of(spec), width_of(spec, parts)
-        matrices = ((spec.tokens, width, vector), (spec.tokens * weights, self._columns, matrix_vector),
-                    (width * hidden, self._columns, matrix_vector))  # fmt: skip
-        rows, vectors_ = _TILE
-        return sum(-(-height // rows) * -(-wide // (vectors_ * v)) for height, wide, v in matrices)
-
-    def _heads(self, name: str) -> tuple[int, ...]:
-        """Address, strides of outer, inner, head and channel."""
-        one = self.arrays.get(name)
-        if one is None:
-            return (0,) * 5
-        steps = self._steps(one)
-        order = {"bhsd": (0, 2, 1, 3), "bshd": (0, 1, 2, 3), "sbhd": (0, 1, 2, 3)}[self.spec.rope.layout]
-        return (one.address, *(steps[axis] for axis in order))
-
-    def _token_rows(self, one: Placed | None) -> tuple[int, ...]:
-        return (0,) * 4 if one is None else (one.address, *self._steps(one))
-
-    def _table(self, name: str) -> tuple[int, ...]:
-        """Address, strides of outer, inner and column: one table for all batches has none of batch."""
-        one = self.arrays.get(name)
-        if one is None:
-            return (0,) * 4
-        steps = self._steps(one)
-        batch, token, column = steps if len(steps) == 3 else (0, *steps)
-        return (one.address, *((token, batch) if self.spec.rope.layout == "sbhd" else (batch, token)), column)
-
-    @staticmethod
-    def _steps(one: Placed) -> tuple[int, ...]:
-        return tuple(step if size > 1 else 0 for step, size in zip(one.strides, one.shape, strict=True))
-
     def _arguments(self, parts: tuple[str, ...]) -> array[int]:
-        """The struct Arguments of qkv_inputs.cuh for a D of these parts."""
-        spec, rope = self.spec, self.spec.rope
-        (hidden, weights), width, columns = products_of(spec), width_of(spec, parts), self._columns
-        values: list[int] = []
-        for part in "qkv":
-            values += self._heads(GRADIENTS[part])
-        values += [spec.rows(part) if part in parts else 0 for part in "qkv"]
-        values += [*self._table("cos"), *self._table("sin")]
-        values += self._token_rows(self.arrays.get("hidden_states") if weights else None)
-        for part in "qkv":
-            one = self.arrays.get(f"{part}_weight") if hidden else None
-            values += (0,) * 4 if one is None else (one.address, 0, *self._steps(one))
-        values += [hidden, weights, spec.tokens, self._inner, rope.head_dim, rope.rotary_dim, width, columns]
-        values += [self.block(name) for name in "dxw"] + [pitch(width), pitch(columns), pitch(columns)]
-        maxima = self.block("maxima")
-        for length in maxima_of(spec):
-            values.append(maxima)
-            maxima += 4 * length
-        return array("q", [*values, sum(maxima_of(spec)), self.room.state])
+        blocks = {name: self.block(name) for name in ("maxima", "d", "x", "w")}
+        return arguments(self.spec, self.arrays, parts, blocks, self.room.state)

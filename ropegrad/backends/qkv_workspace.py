@@ -42,10 +42,14 @@ def width_of(spec: QkvSpec, parts: Iterable[str]) -> int:
 
 
 def maxima_of(spec: QkvSpec) -> tuple[int, ...]:
-    """Numbers of maxima: of rows and columns of D, columns of X and of W, rows of X and of W."""
+    """Words of maxima: of rows and columns of D, of columns of X and W, of rows of X and W; a counter's.
+
+    Each is whole accesses of a warp, 512 bytes.
+    """
     hidden, weights = products_of(spec)
     tokens, columns, width = spec.tokens, spec.hidden_size or 0, width_of(spec, parts_of(spec))
-    return tokens, width, columns * weights, columns * hidden, tokens * weights, width * hidden
+    words = tokens, width, columns * weights, columns * hidden, tokens * weights, width * hidden, 1
+    return tuple(-(-count // 128) * 128 for count in words)
 
 
 def pitch(columns: int) -> int:

@@ -1,118 +1,69 @@
 // The memory pass of the QKV projections' gradients: D, X and W as 16-bit matrices, scaled by powers of two.
 //
-// Kernels, in the order of their launches: guess (scales from a sample; maxima to zero), convert (every input
-// read once, every copy written once, maxima of rows and columns measured), judge (are the scales right?),
-// convert again and at once back if they are; cuBLAS's products follow, and finish (scales of single rows and
-// columns undone, results added, rounded, spread by strides; back at once if there is nothing of this to do).
-// Maxima of integers are the same in any order: the same launch gives the same bits.
+// Launches: convert (scales guessed from a sample; every input read once, every copy written once, maxima of
+// rows and columns measured; the last block judges whether the scales are right), mend (convert again; back
+// at once if all is well), the product D·W, mend (what scales of single rows and columns left to do; convert
+// D again), the product Dᵀ·X, mend. Where results must be added, rounded or spread by strides, mend does that.
 //
-// Behind numbers.cuh, memory.cuh, qkv_inputs.cuh and qkv_scales.cuh.
+// Behind numbers.cuh, memory.cuh, qkv_inputs.cuh, qkv_scales.cuh and qkv_rows.cuh.
 
-constexpr int WARPS = 8, TILE_ROWS = 64;
-constexpr long long FIRST = 0, BEFORE_HIDDEN = 1, BEFORE_WEIGHTS = 2;  // turns of `convert`
+constexpr long long BEFORE_HIDDEN = 0, BEFORE_WEIGHTS = 1;  // turns of `mend`: what is converted again
 
-// One matrix in tiles of TILE_ROWS rows and 32 vectors of columns.
-struct Job {
-    long long rows, columns;
-    char* out;
-    long long pitch;
-    unsigned *row_maxima, *column_maxima;
-    bool own_rows, own_columns;
-    int exponent;
-};
-
-template <class I, int V, bool MEASURE, class Source> DEVICE void convert_tile(
-    const Arguments& a, const Job& job, unsigned tile, unsigned (&shared)[WARPS][32 * V]) {
-    using Operand = typename I::Operand;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const unsigned across = (job.columns + 32 * V - 1) / (32 * V);
-    const unsigned first = tile / across * TILE_ROWS, column = (tile % across * 32 + lane) * V;
-    const bool inside = column < job.columns;
-    const Source source(a, inside ? column : 0);
-    unsigned found[V] = {};
-    int own[V];
-    #pragma unroll
-    for (int i = 0; i < V; ++i)
-        own[i] = inside && job.own_columns ? own_exponent<Operand>(job.column_maxima[column + i])
-                                           : job.exponent;
-    #pragma unroll 2
-    for (int r = warp; r < TILE_ROWS; r += WARPS) {
-        const unsigned row = first + r;
-        if (row >= job.rows) break;
-        unsigned largest = 0;
-        if (inside) {
-            float x[V];
-            source.read(row, x);
-            Vector<Operand, V> narrow = {};
-            #pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const int exponent = job.own_rows ? own_exponent<Operand>(job.row_maxima[row]) : own[i];
-                narrow.set(i, Narrow<Operand>::from(scaled(x[i], exponent)));
-                if constexpr (MEASURE) {
-                    found[i] = most(found[i], finite_bits(x[i]));
-                    largest = most(largest, finite_bits(x[i]));
-                }
-            }
-            store<0, true>(job.out + job.pitch * row + sizeof(Operand) * column, narrow, sizeof(Operand));
-        }
-        if constexpr (MEASURE) {
-            largest = most_of_warp(largest);
-            if (lane == 0 && largest) atomicMax(job.row_maxima + row, largest);
-        }
-    }
-    if constexpr (MEASURE) {
-        #pragma unroll
-        for (int i = 0; i < V; ++i) shared[warp][lane * V + i] = found[i];
-        __syncthreads();
-        for (int i = threadIdx.x; i < 32 * V; i += 32 * WARPS) {
-            unsigned largest = 0;
-            #pragma unroll
-            for (int w = 0; w < WARPS; ++w) largest = most(largest, shared[w][i]);
-            const unsigned at = tile % across * 32 * V + i;
-            if (at < job.columns && largest) atomicMax(job.column_maxima + at, largest);
-        }
-        __syncthreads();
-    }
-}
-
-DEVICE unsigned tiles_of(const Job& job, int vector) {
-    const unsigned across = (static_cast<unsigned>(job.columns) + 32 * vector - 1) / (32 * vector);
-    return static_cast<unsigned>((job.rows + TILE_ROWS - 1) / TILE_ROWS) * across;
-}
-
-template <class I, bool MEASURE> DEVICE void convert_all(
-    const Arguments& a, const Job& d, const Job& x, const Job& w) {
+template <class I> DEVICE void fill_job(Job& job, const Arguments& a, int matrix, unsigned warps) {
     constexpr int V = I::vector, U = I::matrix_vector;
-    __shared__ unsigned of_d[WARPS][32 * V], of_matrix[WARPS][32 * U];
-    const unsigned tiles_d = tiles_of(d, V), tiles_dx = tiles_d + tiles_of(x, U);
-    const unsigned tiles = tiles_dx + tiles_of(w, U);
-    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        if (tile < tiles_d) convert_tile<I, V, MEASURE, Gradients<I, V>>(a, d, tile, of_d);
-        else if (tile < tiles_dx) convert_tile<I, U, MEASURE, Hidden<I, U>>(a, x, tile - tiles_d, of_matrix);
-        else convert_tile<I, U, MEASURE, Weights<I, U>>(a, w, tile - tiles_dx, of_matrix);
-    }
+    const unsigned head_dim = static_cast<unsigned>(a.head_dim), width = static_cast<unsigned>(a.width);
+    const unsigned rotary = static_cast<unsigned>(a.rotary), tokens = static_cast<unsigned>(a.tokens);
+    const unsigned head = units_of<V>(rotary) + units_of<V>(head_dim - rotary);
+    const unsigned across = units_of<U>(static_cast<unsigned>(a.hidden_size));
+    job.units = matrix != D ? across : width ? width / head_dim * head : 0;
+    job.rows = matrix == D ? tokens : matrix == X ? (a.wanted[WEIGHTS] ? tokens : 0)
+                                                  : (a.wanted[HIDDEN] ? width : 0);
+    job.out = of_part(a.copy, matrix);
+    job.pitch = of_part(a.pitch, matrix);
+    job.row_maxima = matrix == D ? a.d_rows : matrix == X ? a.x_rows : a.w_rows;
+    job.column_maxima = matrix == D ? a.d_columns : matrix == X ? a.x_columns : a.w_columns;
+    job.own_rows = job.own_columns = false;
+    job.divide(warps, matrix == D ? Gradients<I, V>::in_flight : Hidden<I, U>::in_flight);
 }
 
-template <class I> DEVICE void qkv_convert_of(const Arguments& a, long long turn) {
-    const State& s = *a.state;
-    const bool first = turn == FIRST, last = turn == BEFORE_WEIGHTS;
-    const long long x_rows = a.wanted[WEIGHTS] ? a.tokens : 0, w_rows = a.wanted[HIDDEN] ? a.width : 0;
-    const long long columns = a.hidden_size;
-    Job d = {a.tokens, a.width, a.copy[D], a.pitch[D], a.d_rows, a.d_columns, false, false, s.exponent[D]};
-    Job x = {x_rows, columns, a.copy[X], a.pitch[X], a.x_rows, a.x_columns, false, false, s.exponent[X]};
-    Job w = {w_rows, columns, a.copy[W], a.pitch[W], a.w_rows, a.w_columns, false, false, s.exponent[W]};
-    if (first) {
-        convert_all<I, true>(a, d, x, w);
-        return;
+template <class I> DEVICE void qkv_convert_of(const Arguments& a) {
+    __shared__ Job jobs[3];
+    __shared__ unsigned samples[3][SAMPLERS / 32];
+    __shared__ bool last;
+    const unsigned self = threadIdx.x, warps = gridDim.x * blockDim.x / 32;
+    if (self < SAMPLERS) sample<I>(a, samples);
+    else if (self < SAMPLERS + 3) fill_job<I>(jobs[self - SAMPLERS], a, self - SAMPLERS, warps);
+    __syncthreads();
+    if (self < 3) jobs[self].exponent = guess<typename I::Operand>(samples[self]);
+    __syncthreads();
+    convert_all<I, true>(a, jobs);
+    __syncthreads();
+    if (self == 0) {  // for the whole block, which the barrier has put before it
+        __threadfence();
+        last = atomicAdd(a.done, 1u) == gridDim.x - 1;
+        __threadfence();
     }
-    if (last ? !s.again_d : !s.again[D]) d.rows = 0;
-    if (last || !s.again[X]) x.rows = 0;
-    if (last || !s.again[W]) w.rows = 0;
-    d.own_rows = !last && s.own[HIDDEN];
-    d.own_columns = last && s.own[WEIGHTS];
-    x.own_columns = s.own_columns[X];
-    w.own_columns = s.own_columns[W];
-    convert_all<I, false>(a, d, x, w);
+    __syncthreads();
+    if (!last) return;
+    judge<I>(a, jobs[D].exponent, jobs[X].exponent, jobs[W].exponent);
+}
+
+template <class I> DEVICE void convert_again(const Arguments& a, long long turn) {
+    __shared__ Job jobs[3];
+    const State& s = *a.state;
+    const bool weights = turn == BEFORE_WEIGHTS;
+    if (threadIdx.x < 3) {
+        const int matrix = threadIdx.x;
+        Job& job = jobs[matrix];
+        fill_job<I>(job, a, matrix, gridDim.x * blockDim.x / 32);
+        job.exponent = s.exponent[matrix];
+        if (matrix != D) job.own_columns = s.own_columns[matrix];
+        else if (weights) job.own_columns = s.own[WEIGHTS];
+        else job.own_rows = s.own[HIDDEN];
+        if (weights ? matrix != D || !s.again_d : !s.again[matrix]) job.rows = 0;
+    }
+    __syncthreads();
+    convert_all<I, false>(a, jobs);
 }
 
 // ---- behind the products ----------------------------------------------------------------------------------
@@ -139,15 +90,11 @@ constexpr int SIDE = 32, DEPTH = 16;  // of a tile of a product that is computed
 // One element of D·W or Dᵀ·X's operands.
 template <class I> DEVICE float left_of(const Arguments& a, const Finish& f, unsigned row, unsigned k) {
     const bool hidden = f.which == HIDDEN;
-    float x[1];
-    Gradients<I, 1>(a, hidden ? k : static_cast<unsigned>(f.first_row) + row).read(hidden ? row : k, x);
-    return x[0];
+    const GradientColumn<I> column(a, hidden ? k : static_cast<unsigned>(f.first_row) + row);
+    return column.at(Row(a, hidden ? row : k));
 }
 template <class I> DEVICE float right_of(const Arguments& a, const Finish& f, unsigned k, unsigned column) {
-    float x[1];
-    if (f.which == HIDDEN) Weights<I, 1>(a, column).read(k, x);
-    else Hidden<I, 1>(a, column).read(k, x);
-    return x[0];
+    return f.which == HIDDEN ? weight_at<I>(a, k, column) : hidden_at<I>(a, Row(a, k), column);
 }
 
 // The whole product in float32, straight from the inputs: for ranges that no scale serves.
@@ -188,6 +135,8 @@ template <class I> DEVICE void compute_anew(const Arguments& a, const Finish& f)
     }
 }
 
+constexpr int BATCH = 6;  // elements of a row that a thread has in flight
+
 template <class I> DEVICE void finish_all(const Arguments& a, const Finish& f) {
     using Operand = typename I::Operand;
     const State& s = *a.state;
@@ -202,16 +151,37 @@ template <class I> DEVICE void finish_all(const Arguments& a, const Finish& f) {
     const unsigned* columns = which == HIDDEN ? a.w_columns : a.x_columns;
     for (unsigned row = blockIdx.x; row < f.rows; row += gridDim.x) {
         const int left = s.own[which] ? own_exponent<Operand>(rows[row]) : s.exponent[D];
-        for (unsigned column = threadIdx.x; column < f.columns; column += blockDim.x) {
-            double sum = to_double(f.product[row * f.columns + column]);
-            if (unscale) {
-                const int own = own_exponent<Operand>(columns[column]);
-                const int other = s.own_columns[right] ? own : s.exponent[right];
-                sum = times(sum, power_of_two_wide(-left - other));
+        for (unsigned start = threadIdx.x; start < f.columns; start += BATCH * blockDim.x) {
+            float sums[BATCH];
+            unsigned maxima[BATCH] = {};
+            #pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const unsigned column = start + i * blockDim.x;
+                if (column >= f.columns) continue;
+                sums[i] = f.product[row * f.columns + column];
+                if (unscale) maxima[i] = columns[column];
             }
-            put<I>(f, row, column, sum);
+            #pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const unsigned column = start + i * blockDim.x;
+                if (column >= f.columns) continue;
+                double sum = to_double(sums[i]);
+                if (unscale) {
+                    const int own = own_exponent<Operand>(maxima[i]);
+                    const int other = s.own_columns[right] ? own : s.exponent[right];
+                    sum = times(sum, power_of_two_wide(-left - other));
+                }
+                put<I>(f, row, column, sum);
+            }
         }
     }
+}
+
+template <class I> DEVICE void mend(const Arguments& a, const Finish& f, long long turn) {
+    const bool finish = f.rows && !f.in_place;
+    if (!finish && !a.state->mend[turn]) return;
+    if (f.rows) finish_all<I>(a, f);
+    if (turn <= BEFORE_WEIGHTS) convert_again<I>(a, turn);
 }
 
 // ---- biases -----------------------------------------------------------------------------------------------
@@ -227,12 +197,9 @@ template <class I> DEVICE void bias_all(const Arguments& a, const Biases& b) {
     const unsigned column = blockIdx.x * 32 + lane;
     float sum = 0.0f;
     if (column < a.width) {
-        const Gradients<I, 1> source(a, column);
-        for (unsigned token = self; token < a.tokens; token += SUMMERS) {
-            float x[1];
-            source.read(token, x);
-            sum = plus(sum, x[0]);
-        }
+        const GradientColumn<I> source(a, column);
+        for (unsigned token = self; token < a.tokens; token += SUMMERS)
+            sum = plus(sum, source.at(Row(a, token)));
     }
     shared[self][lane] = sum;
     __syncthreads();

@@ -33,11 +33,6 @@ DEVICE float power_of_two(int exponent) {
 DEVICE double power_of_two_wide(int exponent) {
     return bits_as<double>(static_cast<unsigned long long>(exponent + 1023) << 52);
 }
-// x·2^exponent: in two steps, since exponents reach 169
-DEVICE float scaled(float x, int exponent) {
-    const int half = exponent >> 1;
-    return times(times(x, power_of_two(half)), power_of_two(exponent - half));
-}
 template <class Operand> DEVICE int own_exponent(unsigned bits) {
     return bits ? Window<Operand>::target - exponent_of(bits) : 0;
 }
@@ -45,71 +40,110 @@ template <class Operand> DEVICE int own_exponent(unsigned bits) {
 DEVICE unsigned most(unsigned a, unsigned b) { return a > b ? a : b; }
 DEVICE unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }
 
+#ifdef ROPEGRAD_ON_CPU
+DEVICE void raise(unsigned* at, unsigned x) { atomicMax(at, x); }
 DEVICE unsigned most_of_warp(unsigned x) {
-    #pragma unroll
     for (int apart = 16; apart; apart /= 2) x = most(x, __shfl_xor_sync(0xffffffffu, x, apart));
     return x;
 }
+#else
+DEVICE void raise(unsigned* at, unsigned x) {  // in global memory; nothing waits for it
+    asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" :: "l"(at), "r"(x) : "memory");
+}
+DEVICE unsigned most_of_warp(unsigned x) { return __reduce_max_sync(0xffffffffu, x); }
+#endif
 
-struct Range { unsigned largest, smallest; };  // of nonzero maxima; NOTHING where there are none
-
-constexpr int DECIDERS = 1024;
-
-DEVICE Range range_of_block(unsigned largest, unsigned smallest) {
-    __shared__ unsigned shared[2][DECIDERS / 32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    largest = most_of_warp(largest);
-    smallest = ~most_of_warp(~smallest);
-    __syncthreads();  // what was read before is no longer needed
-    if (lane == 0) shared[0][warp] = largest, shared[1][warp] = smallest;
+// N maxima over the block, for all of its threads.
+template <int N> DEVICE void most_of_block(unsigned (&x)[N]) {
+    __shared__ unsigned shared[N][32];
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    #pragma unroll
+    for (int i = 0; i < N; ++i) {
+        x[i] = most_of_warp(x[i]);
+        if (lane == 0) shared[i][warp] = x[i];
+    }
     __syncthreads();
-    return {most_of_warp(shared[0][lane]), ~most_of_warp(~shared[1][lane])};
+    #pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = most_of_warp(lane < blockDim.x / 32 ? shared[i][lane] : 0);
+    __syncthreads();  // `shared` may be written again
 }
 
 // ---- the guess --------------------------------------------------------------------------------------------
 
-constexpr int SAMPLES = 4;  // a thread
+constexpr unsigned RUN = 8, RUNS = 32, SAMPLERS = RUN * RUNS;  // samples that are neighbours: one access
 
-// Rows evenly spread, columns at random.
-template <class Source> DEVICE void guess(
-    const Arguments& a, int matrix, long long rows, long long columns, int place) {
-    unsigned largest = 0;
-    #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < SAMPLES * DECIDERS && rows && columns; i += DECIDERS) {
-        const unsigned column = i * 2654435761u % static_cast<unsigned>(columns);
-        float x[1];
-        Source(a, column).read(static_cast<unsigned>(i * rows / (SAMPLES * DECIDERS)), x);
-        largest = most(largest, finite_bits(x[0]));
+// An element a thread of each matrix, rows and columns evenly spread: the largest of each warp. Every block
+// has the same. (No divisions: every block waits for this.)
+template <class I> DEVICE void sample(const Arguments& a, unsigned (&to)[3][SAMPLERS / 32]) {
+    const unsigned run = threadIdx.x / RUN, within = threadIdx.x % RUN, warp = threadIdx.x / 32;
+    const auto spread = [](unsigned i, long long n) { return static_cast<unsigned>(i * n / RUNS); };
+    const auto column_of = [&](long long n) {
+        return least(spread(run * 13 % RUNS, n) + within, static_cast<unsigned>(n) - 1);
+    };
+    float d = 0.0f, x = 0.0f, w = 0.0f;
+    if (a.hidden_size && a.wanted[WEIGHTS] && a.tokens)
+        x = hidden_at<I>(a, Row(a, spread(run, a.tokens)), column_of(a.hidden_size));
+    if (a.hidden_size && a.wanted[HIDDEN] && a.width)
+        w = weight_at<I>(a, spread(run, a.width), column_of(a.hidden_size));
+    if (a.tokens && a.width)
+        d = GradientColumn<I>(a, column_of(a.width)).at(Row(a, spread(run, a.tokens)));
+    const unsigned largest[3] = {finite_bits(d), finite_bits(x), finite_bits(w)};
+    #pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const unsigned found = most_of_warp(largest[i]);
+        if (threadIdx.x % 32 == 0) to[i][warp] = found;
     }
-    const Range range = range_of_block(largest, NOTHING);
-    if (threadIdx.x) return;
-    const int exponent = range.largest ? place - exponent_of(range.largest) : 0;
-    a.state->exponent[matrix] = exponent;
-    a.state->largest[matrix] = 0;
 }
 
-template <class I> DEVICE void qkv_guess_of(const Arguments& a) {
-    for (long long i = blockIdx.x * DECIDERS + threadIdx.x; i < a.measured; i += gridDim.x * DECIDERS)
-        a.d_rows[i] = 0;
-    if (blockIdx.x) return;
-    constexpr int place = Window<typename I::Operand>::guess;
-    guess<Gradients<I, 1>>(a, D, a.tokens, a.width, place);
-    if (a.wanted[WEIGHTS]) guess<Hidden<I, 1>>(a, X, a.tokens, a.hidden_size, place);
-    if (a.wanted[HIDDEN]) guess<Weights<I, 1>>(a, W, a.width, a.hidden_size, place);
+template <class Operand> DEVICE int guess(const unsigned (&samples)[SAMPLERS / 32]) {
+    unsigned largest = 0;
+    #pragma unroll
+    for (unsigned i = 0; i < SAMPLERS / 32; ++i) largest = most(largest, samples[i]);
+    return largest ? Window<Operand>::guess - exponent_of(largest) : 0;
 }
 
 // ---- the verdict ------------------------------------------------------------------------------------------
 
-DEVICE Range range_of(const unsigned* maxima, long long count) {
-    unsigned largest = 0, smallest = NOTHING;
-    for (long long i = threadIdx.x; i < count; i += DECIDERS) {
-        const unsigned bits = maxima[i];
-        largest = most(largest, bits);
-        if (bits) smallest = least(smallest, bits);
-    }
-    return range_of_block(largest, smallest);
+struct Range { unsigned largest, smallest; };  // of nonzero maxima; NOTHING where there are none
+
+constexpr unsigned ACCESS = 128;  // words that a warp reads at once: each array is whole ones
+
+DEVICE unsigned index_of(const Arguments& a, const unsigned* maxima) {
+    return static_cast<unsigned>(maxima - a.d_rows) / ACCESS;
 }
 
+// Of the six arrays of maxima, which stand one behind the other. (Past L1: other blocks have written them.)
+DEVICE void ranges_of(const Arguments& a, Range (&ranges)[6]) {
+    __shared__ unsigned shared[6][2];  // the largest, and the largest complement
+    const unsigned lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    if (threadIdx.x < 12) shared[threadIdx.x / 2][threadIdx.x % 2] = 0;
+    __syncthreads();
+    const unsigned ends[5] = {index_of(a, a.d_columns), index_of(a, a.x_columns), index_of(a, a.w_columns),
+                              index_of(a, a.x_rows), index_of(a, a.w_rows)};
+    const unsigned all = index_of(a, a.done);
+    #pragma unroll 4
+    for (unsigned i = threadIdx.x / 32; i < all; i += warps) {
+        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(a.d_rows) + (i * 32 + lane));
+        const unsigned bits[4] = {four.x, four.y, four.z, four.w};
+        unsigned largest = 0, smallest = 0;
+        #pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            largest = most(largest, bits[k]);
+            smallest = most(smallest, bits[k] ? ~bits[k] : 0);
+        }
+        largest = most_of_warp(largest);
+        smallest = most_of_warp(smallest);
+        int array = 0;
+        #pragma unroll
+        for (int k = 0; k < 5; ++k) array += i >= ends[k];
+        if (lane || !largest) continue;
+        atomicMax(&shared[array][0], largest);
+        atomicMax(&shared[array][1], smallest);
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int k = 0; k < 6; ++k) ranges[k] = {shared[k][0], ~shared[k][1]};
+}
 template <class Operand> DEVICE bool fits(Range range, int exponent) {
     if (!range.largest) return true;
     return exponent_of(range.largest) + exponent <= Window<Operand>::high
@@ -119,9 +153,9 @@ template <class Operand> DEVICE bool fits(Range range, int exponent) {
 // Keep the guess, take the exact scale, or give up one scale for the matrix; the last for rows and columns
 // apart.
 template <class Operand> DEVICE void decide(
-    State& s, int matrix, Range rows, Range columns, bool& own_rows, bool& own_columns) {
-    const int guessed = s.exponent[matrix];
+    State& s, int matrix, int guessed, Range rows, Range columns, bool& own_rows, bool& own_columns) {
     s.largest[matrix] = most(rows.largest, columns.largest);
+    s.exponent[matrix] = guessed;
     own_rows = own_columns = false;
     if (!fits<Operand>(rows, guessed) || !fits<Operand>(columns, guessed)) {
         const int exact = own_exponent<Operand>(s.largest[matrix]);
@@ -135,7 +169,6 @@ template <class Operand> DEVICE void decide(
 // cuBLAS multiplies by alpha where no result can then be so small that a flush to zero would break the bound.
 template <class Operand> DEVICE void decide_product(State& s, int product, int right, bool own) {
     const int exponent = -(s.exponent[D] + s.exponent[right]);
-    s.own[product] = own;
     const bool finer = own || s.own_columns[right];
     s.unscale[product] = finer || exponent < -107 - 2 * Window<Operand>::low || exponent > 127;
     s.alpha[product] = s.unscale[product] ? 1.0f : power_of_two(exponent);
@@ -144,52 +177,66 @@ template <class Operand> DEVICE void decide_product(State& s, int product, int r
 // Whether more than the largest product of maxima allows is lost by underflow: left[i] and right[i] belong to
 // the same term of the sums. Exponents are shifted, so that 0 is none.
 template <class Operand> DEVICE bool reciprocal(const unsigned* left, const unsigned* right, long long count,
-                                                unsigned most_left, unsigned most_right) {
+                                                Range of_left, Range of_right) {
     constexpr int kept = Window<Operand>::kept, shift = 512;
-    const int top_left = most_left ? exponent_of(most_left) : 0;
-    const int top_right = most_right ? exponent_of(most_right) : 0;
-    unsigned product = 0, lost = 0;
-    for (long long i = threadIdx.x; i < count; i += DECIDERS) {
-        if (!left[i] || !right[i]) continue;
-        const int l = exponent_of(left[i]), r = exponent_of(right[i]);
-        product = most(product, l + r + shift);
-        if (l + kept < top_left) lost = most(lost, top_left + r + shift);
-        if (r + kept < top_right) lost = most(lost, l + top_right + shift);
+    if (!of_left.largest || !of_right.largest) return false;
+    const int top_left = exponent_of(of_left.largest), top_right = exponent_of(of_right.largest);
+    if (exponent_of(of_left.smallest) + kept >= top_left
+        && exponent_of(of_right.smallest) + kept >= top_right)
+        return false;  // nothing is lost
+    unsigned products[2] = {0, 0};  // the largest one, the largest of what may be lost
+    #pragma unroll 1
+    for (long long i = threadIdx.x; i < count; i += blockDim.x) {
+        const unsigned in_left = __ldcg(left + i), in_right = __ldcg(right + i);
+        if (!in_left || !in_right) continue;
+        const int l = exponent_of(in_left), r = exponent_of(in_right);
+        products[0] = most(products[0], l + r + shift);
+        if (l + kept < top_left) products[1] = most(products[1], top_left + r + shift);
+        if (r + kept < top_right) products[1] = most(products[1], l + top_right + shift);
     }
-    product = range_of_block(product, NOTHING).largest;
-    lost = range_of_block(lost, NOTHING).largest;
+    most_of_block(products);
+    const unsigned product = products[0], lost = products[1];
     return lost > product + kept;
 }
 
-template <class I> DEVICE void qkv_judge_of(const Arguments& a) {
+// By one block, once all maxima are there. One thread a matrix, one a product: little code, which is cold.
+template <class I> DEVICE void judge(const Arguments& a, int d, int x, int w) {
     using Operand = typename I::Operand;
+    __shared__ bool lost[2];
+    const int self = threadIdx.x;
     const bool hidden = a.wanted[HIDDEN], weights = a.wanted[WEIGHTS];
     const Range none = {0, NOTHING};
-    const Range d_rows = range_of(a.d_rows, a.tokens), d_columns = range_of(a.d_columns, a.width);
-    const Range x = weights ? range_of(a.x_columns, a.hidden_size) : none;
-    const Range w = hidden ? range_of(a.w_columns, a.hidden_size) : none;
-    const bool anew_hidden =
-        hidden && reciprocal<Operand>(a.d_columns, a.w_rows, a.width, d_columns.largest, w.largest);
-    const bool anew_weights =
-        weights && reciprocal<Operand>(a.d_rows, a.x_rows, a.tokens, d_rows.largest, x.largest);
-    if (threadIdx.x) return;
+    Range ranges[6];  // rows and columns of D, columns of X and of W, rows of X and of W
+    ranges_of(a, ranges);
+    #pragma unroll 1
+    for (int product = HIDDEN; product <= WEIGHTS; ++product) {
+        const bool first = product == HIDDEN;
+        const bool anew = (first ? hidden : weights) && reciprocal<Operand>(
+            first ? a.d_columns : a.d_rows, first ? a.w_rows : a.x_rows, first ? a.width : a.tokens,
+            first ? ranges[1] : ranges[0], first ? ranges[5] : ranges[4]);
+        if (self == 0) lost[product] = anew;
+    }
     State& s = *a.state;
-    s.recompute[HIDDEN] = anew_hidden;
-    s.recompute[WEIGHTS] = anew_weights;
-    bool own_rows, own_columns, unused, own;
-    decide<Operand>(s, D, hidden ? d_rows : none, weights ? d_columns : none, own_rows, own_columns);
-    s.again_d = own_rows || own_columns;
-    if (!weights) s.exponent[X] = 0;
-    decide<Operand>(s, X, none, x, unused, own);
-    s.own_columns[X] = own;
-    s.again[X] |= own;
-    if (!hidden) s.exponent[W] = 0;
-    decide<Operand>(s, W, none, w, unused, own);
-    s.own_columns[W] = own;
-    s.again[W] |= own;
-    s.own_columns[D] = own_columns;
-    decide_product<Operand>(s, HIDDEN, W, own_rows);
-    decide_product<Operand>(s, WEIGHTS, X, own_columns);
+    if (self < 3) {
+        bool own_rows, own_columns;
+        const Range rows = self == D && hidden ? ranges[0] : none;
+        const Range columns = self == D ? (weights ? ranges[1] : none) : self == X ? ranges[2] : ranges[3];
+        decide<Operand>(s, self, self == D ? d : self == X ? x : w, rows, columns, own_rows, own_columns);
+        s.own_columns[self] = own_columns;
+        if (self != D) s.again[self] |= own_columns;
+        else s.own[HIDDEN] = own_rows, s.own[WEIGHTS] = own_columns;
+        if (self == D) s.again_d = weights && (own_rows || own_columns);
+    }
+    __syncthreads();
+    if (self < 2) {
+        s.recompute[self] = lost[self];
+        decide_product<Operand>(s, self, self == HIDDEN ? W : X, s.own[self]);
+    }
+    __syncthreads();
+    if (self) return;
+    s.mend[0] = s.again[D] || s.again[X] || s.again[W];
+    s.mend[1] = s.unscale[HIDDEN] || s.recompute[HIDDEN] || s.again_d;
+    s.mend[2] = s.unscale[WEIGHTS] || s.recompute[WEIGHTS];
     s.one = 1.0f;
     s.zero = 0.0f;
 }
