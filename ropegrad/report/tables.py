@@ -22,6 +22,12 @@ def markdown(grid: Grid) -> str:
     return "\n".join([head, f"|{'|'.join(sides)}|", *rows])
 
 
+AT_FP16 = (
+    "The datasheet's limit of qkv is at its float16 rate, whatever the precision; the measured ceiling are the "
+    "bare products that keep the same promise."
+)
+
+
 def made(setting: Setting, records: Sequence[Record]) -> str:
     """Where, when, by what: the sentence under a table or figure."""
     commits = ", ".join(f"`{commit[:10]}`" for commit in sorted({record.commit for record in records}))
@@ -45,6 +51,8 @@ def _setting(setting: Setting, *, cases: bool) -> list[str]:
         blocks.append(markdown(ceilings(setting)))
     if [suite for suite in setting.suites if suite.startswith("rope-qk")]:
         blocks.append(WITHOUT_TABLES)
+    if "qkv" in ops and setting.sheet:
+        blocks.append(AT_FP16)
     return [*blocks, made(setting, setting.records), markdown(sol_scores(setting)), *predictions(setting)]
 
 
