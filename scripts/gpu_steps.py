@@ -78,7 +78,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
     yield from _tensor_steps(stage)
     yield from _shape_steps(stage, out, stem)
     if stage == "time":
-        for suite in sorted((*TIMED, "limits"), key=("rope", "rope-qk", "rope-qk-bshd", "qkv", "limits").index):
+        for suite in (*sorted(TIMED, key="qkv".__eq__), "limits"):  # the projections take longest
             timed = (
                 "-m",
                 "ropegrad.bench.suite_terminal",

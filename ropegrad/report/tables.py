@@ -23,8 +23,8 @@ def markdown(grid: Grid) -> str:
 
 
 AT_FP16 = (
-    "The datasheet's limit of qkv is at its float16 rate, whatever the precision; the measured ceiling are the "
-    "bare products that keep the same promise."
+    "The datasheet's limit of qkv is at its float16 rate, whatever the precision; the measured ceiling is "
+    "that of the bare products that keep the same promise."
 )
 
 
