@@ -10,7 +10,7 @@ import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.arena import fill, plan, same_bytes, trespasses, view
+from ropegrad.verify.arena import Plan, fill, plan, same_bytes, trespasses, view
 from ropegrad.verify.calling import FORWARD_VALUES, Answer
 from ropegrad.verify.case import Case, NumpyArray, token_slices
 from ropegrad.verify.check import SLICE
@@ -65,8 +65,11 @@ def attempt(runner: Runner, recipe: Recipe, *, stop: bool = False) -> Trial:
     first, second = recipe.case(), recipe.case(other=1)
     earlier: dict[str, NumpyArray | None] = {}
     results: list[Answer] = []
-    for case, poison in ((first, "number"), (second, "nan"), (first, "number")):
-        answer = perform(runner, case, poison, trial)
+    layouts = [arrangement(runner.contract, case) for case in (first, second)]
+    for case, layout, poison in (
+        (first, layouts[0], "number"), (second, layouts[1], "nan"), (first, layouts[0], "number"),
+    ):  # fmt: skip
+        answer = perform(runner, case, poison, trial, layout)
         if answer is None:
             return trial
         if len(results) == 2 and _same(answer.outputs, results[0].outputs):
@@ -88,11 +91,18 @@ def output_forms(case: Case, contract: Contract) -> dict[str, tuple[tuple[int, .
     return forms | (forward_shapes(case) if contract.of == "forward" else {})
 
 
-def perform(runner: Runner, case: Case, poison: str, trial: Trial) -> Answer | None:
+def arrangement(contract: Contract, case: Case) -> Plan:
+    """Where in memory everything lies that a call may touch."""
+    forms = output_forms(case, contract) if contract.dps else {}
+    return plan(case.inputs, [(name, _room(case, name, *form)) for name, form in forms.items()])
+
+
+def perform(
+    runner: Runner, case: Case, poison: str, trial: Trial, layout: Plan | None = None
+) -> Answer | None:
     """One call; None where there is nothing to judge: the trial says why."""
     contract, forms = runner.contract, output_forms(case, runner.contract)
-    given = [(name, _room(case, name, *form)) for name, form in forms.items()] if contract.dps else []
-    layout = plan(case.inputs, given)
+    layout = layout or arrangement(contract, case)
     memory = runner.arena(layout.nbytes)
     fill(memory, layout, case.inputs, poison)
     before = memory.copy()
