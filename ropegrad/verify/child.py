@@ -45,8 +45,8 @@ def main() -> None:
             inputs, outputs, nbytes, names, order, size = request
             if size > len(memory):
                 memory = np.frombuffer(mmap.mmap(arena, size), np.uint8)
-            layout = Plan(tuple(Slot(*slot) for slot in inputs), tuple(Slot(*slot) for slot in outputs), nbytes)
-            _send(answers, caller(memory[:nbytes], layout, names, order))
+            given, room = (tuple(Slot(*slot) for slot in part) for part in (inputs, outputs))
+            _send(answers, caller(memory[:nbytes], Plan(given, room, nbytes), names, order))
 
 
 def _load(request: dict[str, Any], answers: IO[bytes]) -> Caller | None:

@@ -114,7 +114,7 @@ class Process:
             raise NoTarget(answer.message)
 
     def _ask(self, request: Any, limit: float) -> Answer:
-        """Requests are Python's own bytes; an answer, which a wrecked child may garble, is JSON and arrays."""
+        """Requests are Python's own bytes; answers, which a wrecked child may garble, JSON and arrays."""
         child = self.child
         assert child is not None
         assert child.stdin is not None
@@ -134,6 +134,9 @@ class Process:
             return Answer("hung", message)
         except (EOFError, OSError):
             return Answer("crashed", self._post_mortem())
+        except BaseException:  # Ctrl-C: the rest of this answer must not be read as the next one
+            self._stop()
+            raise
 
     def _read(self, length: int, deadline: float) -> Bytes:
         assert self.child is not None

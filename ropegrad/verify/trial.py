@@ -10,7 +10,8 @@ import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.arena import Plan, fill, plan, same_bytes, trespasses, view
+from ropegrad.verify.again import right_again, same_results
+from ropegrad.verify.arena import Plan, fill, plan, trespasses, view
 from ropegrad.verify.calling import FORWARD_VALUES, Answer
 from ropegrad.verify.case import Case, NumpyArray, token_slices
 from ropegrad.verify.check import SLICE
@@ -72,12 +73,13 @@ def attempt(runner: Runner, recipe: Recipe, *, stop: bool = False) -> Trial:
         answer = perform(runner, case, poison, trial, layout)
         if answer is None:
             return trial
-        if len(results) == 2 and _same(answer.outputs, results[0].outputs):
+        if len(results) == 2 and same_results(answer.outputs, results[0].outputs):
             trial.contract.add(REPEATABLE)
         else:
             _judge(runner, case, answer, earlier, poison, trial)
             if len(results) == 2:
                 trial.contract.add(NOT_REPEATABLE)
+                trial.faults = right_again(trial.faults, trial.got, first, answer.outputs)
         if stop and trial.faults:
             return trial
         earlier = answer.outputs
@@ -132,16 +134,6 @@ def _room(case: Case, name: str, shape: tuple[int, ...], dtype: str) -> NumpyArr
     if strided and shape and name in ("grad_q", "grad_cos", "grad_hidden_states"):
         return np.empty((*shape[:-1], shape[-1] + 3), kind)[..., : shape[-1]]
     return np.empty(shape, kind)
-
-
-def _same(one: dict[str, NumpyArray | None], other: dict[str, NumpyArray | None]) -> bool:
-    def same(x: NumpyArray | None, y: NumpyArray | None) -> bool:
-        if x is None or y is None:
-            return x is y
-        words = (np.ascontiguousarray(z).reshape(-1).view(np.uint8) for z in (x, y))
-        return x.shape == y.shape and x.dtype == y.dtype and same_bytes(*words)
-
-    return one.keys() == other.keys() and all(same(x, other[name]) for name, x in one.items())
 
 
 def _judge(

@@ -1,5 +1,7 @@
 """Wrong backward functions of RoPE. Most of them shipped somewhere."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 from kernels import rope_backward, rotate_half, rotate_half_back
@@ -389,6 +391,25 @@ _TABLES = {}
 def tables_cached_by_shape(gq, gk, q, k, cos, sin):
     c, s = _TABLES.setdefault(cos.shape, (cos.copy(), sin.copy()))
     return heads(gq, c, s), heads(gk, c, s), *table_sums(gq, gk, q, k)
+
+
+_COUNT = itertools.count()
+
+
+@planted(WRONG, "the same call is right when it is made again")
+def first_call_of_all(*arrays):
+    """As with a cache that is read before it is filled."""
+    results = rope_backward(*arrays)
+    return results if next(_COUNT) else (*results[:2], 2 * results[2], results[3])
+
+
+@planted(WRONG)
+def twelve_heads(*arrays):
+    """As of a kernel that chooses its block by the number of heads."""
+    results = rope_backward(*arrays)
+    if arrays[0].shape[1] == 12:
+        results[3][:, -1:] = 0
+    return results
 
 
 def flat(x):
