@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ropegrad import target_report
 from ropegrad.errors import SpecError
-from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite
+from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite, table_shapes
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import INTERRUPTED, Broken, Examination, examine
 from ropegrad.verify.observed import contract_lines
@@ -94,12 +94,13 @@ def verify(
         if not recipes:
             raise SpecError("no problem lies in this domain")
         strange, more = beyond(contract, domain), property_recipes(contract, domain)
+        shapes = table_shapes(contract, domain)
         show_heading(console, target, contract, domain)
         with (
             Process(target, contract, timeout=limits.timeout, memory=limits.nbytes) as process,
-            _progress(console, len(recipes) + len(strange) + len(more)) as progress,
+            _progress(console, len(recipes) + len(strange) + len(more) + len(shapes)) as progress,
         ):
-            seen = examine(process, recipes, domain, progress, strange, more)
+            seen = examine(process, recipes, domain, progress, strange, more, shapes)
     except (NoTarget, SpecError, OSError) as error:
         return refuse(console, error), None
     seconds = time.perf_counter() - start

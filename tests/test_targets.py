@@ -88,6 +88,27 @@ def test_what_cannot_be_judged_has_status_2(target, options, reason, monkeypatch
     assert reason in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            f"{FILE}:rope_backward",
+            (),
+            "[B, S, ·] in all problems; [1, S, ·] silently wrong (wrong",
+        ),
+        (f"{FILE}:rope_backward", (), "; [S, ·] raised"),
+        (f"{FILE}:one_shape", (), "[1, S, ·] declined; [S, ·] raised"),
+        ("ropegrad:rope_backward", (), "[1, S, ·] right; [S, ·] right"),
+        ("ropegrad:rope_backward", ("--table-shape", "sd"), "[S, ·] in all problems; [B, S, ·] right; [1, S"),
+    ],
+)
+def test_other_shapes_of_tables_are_tried_and_no_fault(name, options, words, monkeypatch, capsys):
+    status = run("verify", name, "--max-tokens", "5", *options, monkeypatch=monkeypatch)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert status == 0, printed
+    assert words in printed
+
+
 def test_options_of_a_target_need_one(monkeypatch, capsys):
     assert run("verify", "--dps", monkeypatch=monkeypatch) == 2
     assert "name one" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from ropegrad.verify.cases import qkv_recipes, rope_recipes
 from ropegrad.verify.conformance import DRAWS, seed
 from ropegrad.verify.domain import Domain, fitted, is_empty
 from ropegrad.verify.recipe import Recipe
-from ropegrad.verify.target import Contract
+from ropegrad.verify.target import SHAPES, Contract
 
 _BASE = RopeSpec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8, table_batch=2)
 
@@ -72,6 +72,17 @@ def property_recipes(contract: Contract, domain: Domain) -> list[Recipe]:
         recipes += [make("properties, partial width", values="coded", rotary_dim=4)]
     moved = [fitted(recipe, contract, domain) for recipe in recipes]
     return [recipe for recipe in moved if domain.outside(recipe) is None]
+
+
+def table_shapes(contract: Contract, domain: Domain) -> dict[str, Recipe]:
+    """A problem for each shape of tables that the contract does not promise, by that shape."""
+    make = _rope if contract.op == "rope" else partial(_qkv, hidden_size=6)
+    found = {}
+    for shape, words in SHAPES.items():
+        moved = fitted(make(f"tables [{words}]"), replace(contract, table_shape=shape), domain)
+        if shape != contract.table_shape and domain.outside(moved) is None:
+            found[shape] = moved
+    return found
 
 
 def size(recipe: Recipe) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from ropegrad.spec import RopeSpec
 from ropegrad.verify.battery import size
@@ -38,7 +39,7 @@ class Broken:
 class Examination:
     """What is known of a target after all trials.
 
-    outside    statuses of problems outside its domain: right, wrong, declined
+    outside    problems outside its domain; tables: a problem for each shape of tables it does not promise
     not_run    problems that were left out after too many hangs or crashes
     problems   how many were put to it; all_calls: how often it was called; declined: how many it declined
     interrupted  the user ended it before its time: that nothing was found says little
@@ -48,6 +49,7 @@ class Examination:
     domain: Domain
     trials: list[Trial] = field(default_factory=list)
     outside: list[Trial] = field(default_factory=list)
+    tables: dict[str, Trial] = field(default_factory=dict)
     not_run: int = 0
     problems: int = 0
     all_calls: int = 0
@@ -80,11 +82,13 @@ def examine(
     progress: Progress,
     beyond: Iterable[Recipe] = (),
     properties: Iterable[Recipe] = (),
+    tables: Mapping[str, Recipe] = MappingProxyType({}),
 ) -> Examination:
     """Put the problems to a target; `progress` is told each that is about to start.
 
     beyond: problems outside its domain; properties: problems on which properties are checked, without the
-    oracle, of a target that the oracle finds right.
+    oracle, of a target that the oracle finds right; so are `tables` put to it, by the shapes of tables that
+    it does not promise to take.
     """
     seen = Examination(runner.contract, domain)
     for recipe in recipes:
@@ -105,7 +109,11 @@ def examine(
             faults, calls = property_faults(runner, recipe, seen.allowance)
             trial = Trial(recipe, "wrong" if faults else "right", faults, calls=calls)
             seen.trials.append(trial)
-    everything = (*seen.trials, *seen.outside)
+    if not any(trial.faults for trial in seen.trials):
+        for shape, recipe in tables.items():
+            progress(recipe.name)
+            seen.tables[shape] = attempt(runner, recipe, stop=True)
+    everything = (*seen.trials, *seen.outside, *seen.tables.values())
     seen.problems, seen.all_calls = len(seen.trials), sum(trial.calls for trial in everything)
     seen.declined = sum(trial.status == "declined" for trial in seen.trials)
     seen.broken = broken_rules(seen)

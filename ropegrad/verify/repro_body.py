@@ -141,7 +141,7 @@ def overlap(one: Any, other: Any) -> bool:
             ranges.append((x.data.ptr, x.data.ptr + x.nbytes))
     if len(ranges) < 2:
         return bool(np.shares_memory(one, other))
-    return max(low for low, _ in ranges) < min(high for _, high in ranges)
+    return bool(max(low for low, _ in ranges) < min(high for _, high in ranges))
 
 
 def differentiated(function: Any, inputs: dict[str, Any], names: list[str]) -> dict[str, Any]:
