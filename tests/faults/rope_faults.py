@@ -1,7 +1,5 @@
 """Wrong backward functions of RoPE. Most of them shipped somewhere."""
 
-import itertools
-
 import ml_dtypes
 import numpy as np
 from kernels import rope_backward, rotate_half, rotate_half_back
@@ -393,14 +391,18 @@ def tables_cached_by_shape(gq, gk, q, k, cos, sin):
     return heads(gq, c, s), heads(gk, c, s), *table_sums(gq, gk, q, k)
 
 
-_COUNT = itertools.count()
+_CALLS = []
 
 
 @planted(WRONG, "the same call is right when it is made again")
 def first_call_of_all(*arrays):
     """As with a cache that is read before it is filled."""
     results = rope_backward(*arrays)
-    return results if next(_COUNT) else (*results[:2], 2 * results[2], results[3])
+    _CALLS.append(len(arrays))
+    return results if len(_CALLS) > 1 else (*results[:2], 2 * results[2], results[3])
+
+
+first_call_of_all.fresh = _CALLS.clear  # as in a new process
 
 
 @planted(WRONG)
