@@ -30,7 +30,7 @@ def overflowing(case: Case, output: Expected, must: States | None) -> States | N
     if not reached.any():
         return must
     state = np.zeros(output.value.shape, np.int8) if must is None else must.copy()
-    state[reached.reshape(state.shape) & (state == Must.BE_FINITE)] = Must.BE_EITHER
+    state[reached.reshape(state.shape) & (state != Must.NOT_BE_FINITE)] = Must.BE_EITHER  # an Inf of any sign
     return state
 
 
