@@ -80,6 +80,7 @@ def _room(shape: tuple[int, ...], dtype: str) -> Array:
 
 def alarm(function: Any, contract: Contract, policy: Close, dtype: str, recipes: Iterable[Recipe]) -> bool:
     """Whether a policy calls the function wrong on any of the problems."""
+    getattr(function, "fresh", lambda: None)()
     contract = replace(contract, dtype=dtype, table_dtype=dtype)
     return not all(passes(function, contract, in_dtype(recipe, dtype), policy) for recipe in recipes)
 
@@ -105,6 +106,7 @@ def ordinary(contract: Contract) -> Recipe:
 
 def caught_by_ropegrad(fault: Any) -> bool:
     """Whether ropegrad names the rule that the fault breaks."""
+    getattr(fault.function, "fresh", lambda: None)()
     seen = Examination(fault.contract, fault.domain)
     runner = Here(fault.function, fault.contract)
     for recipe in battery(fault.contract, fault.domain):

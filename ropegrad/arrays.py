@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -108,6 +109,12 @@ def dtype_in(xp: ModuleType, name: str) -> Any:
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype called `name`; bfloat16 is ml_dtypes'."""
     return _NUMPY_DTYPES[name]
+
+
+@cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """str(dtype), which NumPy makes anew each time."""
+    return str(dtype)
 
 
 def compute_dtype(*names: str) -> str:

@@ -203,7 +203,8 @@ def fuzz(
     """Look for a problem that TARGET gets wrong, and make it small.
 
     Problems are drawn by Hypothesis: sizes, memory layouts, values, tables. Failures are kept in a database,
-    so that the next run tries them first. Exit status: 0 nothing found, 1 wrong, 2 could not be judged.
+    so that the next run tries them first. Exit status: 0 nothing found, 1 wrong, 2 could not be judged, 130
+    interrupted (Ctrl-C) before anything was found.
 
     Parameters
     ----------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ropegrad.errors import SpecError
-from ropegrad.target_terminal import COULD_NOT, Limits, Reports, refuse, show, show_heading
+from ropegrad.target_terminal import Limits, Reports, refuse, show, show_heading
 from ropegrad.verify.campaign import Jobs, diary, earlier_runs, note_run
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import Examination, broken_rules
@@ -54,14 +56,15 @@ def fuzz(
     effort: Effort,
     reports: Reports = Reports(),  # noqa: B008  frozen
 ) -> tuple[int, Examination | None]:
-    """Look for a problem that the target gets wrong; exit status 0 none found, 1 found, 2 not judged."""
+    """Look for a problem that the target gets wrong; exit status 0 none found, 1 found, 2 not judged,
+    130 interrupted before one was found."""
     file = diary(effort.database, target, contract)
     began = time.monotonic()
     try:
         reports.probe()
         show_heading(console, target, contract, domain)
         with Process(target, contract, timeout=limits.timeout, memory=limits.nbytes) as process:
-            seen, stopped = _look(console, process, domain, limits, effort)
+            seen = _look(console, process, domain, limits, effort)
     except (NoTarget, SpecError, OSError) as error:
         return refuse(console, error), None
     seconds = time.monotonic() - began
@@ -71,27 +74,27 @@ def fuzz(
     if before:
         problems = sum(run.problems for run in before) + seen.problems
         console.print(f"with {len(before)} earlier runs: {problems:,} problems", style="dim", highlight=False)
-    if stopped:
+    if seen.interrupted:
         console.print("interrupted; start it again to go on", style="yellow")
     reports.write(console, target, contract, limits, seen, seconds)
-    return (COULD_NOT if stopped and seen.status == 0 else seen.status), seen
+    return seen.status, seen
 
 
-def _look(
-    console: Console, process: Process, domain: Domain, limits: Limits, effort: Effort
-) -> tuple[Examination, bool]:
-    """Search here and in the other jobs; all that was seen, and whether the user stopped it."""
+def _look(console: Console, process: Process, domain: Domain, limits: Limits, effort: Effort) -> Examination:
+    """Search here and in the other jobs; all that was seen."""
     found, stopped = Search(process.contract, domain), False
     base = int.from_bytes(os.urandom(4)) if effort.seed is None else effort.seed
     tasks = [_task(process, domain, limits, effort, base + (n << 32)) for n in range(1, effort.jobs)]
     jobs = Jobs(tasks)
     try:
-        with _progress(console, jobs, effort) as progress:
+        with _progress(console, jobs, effort) as progress, _ctrl_c() as pressed:
 
             def told(now: Search) -> None:
                 nonlocal found
                 found = now
                 progress(now)
+                if pressed():
+                    raise KeyboardInterrupt
                 if jobs.failure is not None and now.failure is None:
                     raise Stop
 
@@ -106,7 +109,27 @@ def _look(
         jobs.stop()
     if jobs.failure is not None and found.failure is None:
         found.failures.append(attempt(process, jobs.failure))
-    return as_examination(found, jobs), stopped
+    return replace(as_examination(found, jobs), interrupted=stopped)
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: a KeyboardInterrupt raised while Python collects garbage is lost."""
+    pressed = False
+
+    def handler(number: int, frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _task(process: Process, domain: Domain, limits: Limits, effort: Effort, seed: int) -> dict[str, Any]:

@@ -11,11 +11,16 @@ from xml.etree import ElementTree
 import msgspec
 
 from ropegrad.info import info
-from ropegrad.verify.examine import Broken, Examination
+from ropegrad.verify.examine import INTERRUPTED, Broken, Examination
 from ropegrad.verify.observed import contract_lines
 from ropegrad.verify.ruling import RULES, Fault
 
-VERDICTS = {0: "right", 1: "wrong", 2: "could not be judged"}
+VERDICTS = {
+    0: "right",
+    1: "wrong",
+    2: "could not be judged",
+    INTERRUPTED: "interrupted, no fault found so far",
+}
 
 
 def probe(*files: Path | None) -> None:
@@ -87,7 +92,8 @@ def _fault(fault: Fault) -> dict[str, Any]:
 def as_junit(target: str, seen: Examination, seconds: float) -> ElementTree.Element:
     """A suite of one test case for each rule; an error where nothing could be judged."""
     broken = {one.rule: one for one in seen.broken}
-    errors = int(seen.status == 2)
+    unjudged = {2: "it declines every problem", INTERRUPTED: VERDICTS[INTERRUPTED]}.get(seen.status)
+    errors = int(unjudged is not None)
     counts = {"tests": len(RULES), "failures": len(broken), "errors": errors, "time": f"{seconds:.3f}"}
     suite = ElementTree.Element("testsuite", {"name": target} | {k: str(v) for k, v in counts.items()})
     for rule in RULES:
@@ -98,7 +104,8 @@ def as_junit(target: str, seen: Examination, seconds: float) -> ElementTree.Elem
             failure = ElementTree.SubElement(case, "failure", message=one.faults[0].message, type=rule)
             failure.text = text + (f"\nexcused by {' or '.join(one.excuses)}" if one.excuses else "")
         elif errors:
-            ElementTree.SubElement(case, "error", message="it declines every problem", type="declined")
+            kind = "interrupted" if seen.status == INTERRUPTED else "declined"
+            ElementTree.SubElement(case, "error", message=str(unjudged), type=kind)
             errors = 0
     return suite
 

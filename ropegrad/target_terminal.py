@@ -16,9 +16,9 @@ from rich.table import Table
 
 from ropegrad import target_report
 from ropegrad.errors import SpecError
-from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite
+from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite, table_shapes
 from ropegrad.verify.domain import Domain
-from ropegrad.verify.examine import Broken, Examination, examine
+from ropegrad.verify.examine import INTERRUPTED, Broken, Examination, examine
 from ropegrad.verify.observed import contract_lines
 from ropegrad.verify.process import Process
 from ropegrad.verify.repro import script
@@ -94,12 +94,13 @@ def verify(
         if not recipes:
             raise SpecError("no problem lies in this domain")
         strange, more = beyond(contract, domain), property_recipes(contract, domain)
+        shapes = table_shapes(contract, domain)
         show_heading(console, target, contract, domain)
         with (
             Process(target, contract, timeout=limits.timeout, memory=limits.nbytes) as process,
-            _progress(console, len(recipes) + len(strange) + len(more)) as progress,
+            _progress(console, len(recipes) + len(strange) + len(more) + len(shapes)) as progress,
         ):
-            seen = examine(process, recipes, domain, progress, strange, more)
+            seen = examine(process, recipes, domain, progress, strange, more, shapes)
     except (NoTarget, SpecError, OSError) as error:
         return refuse(console, error), None
     seconds = time.perf_counter() - start
@@ -156,7 +157,8 @@ def _progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
 def show(console: Console, seen: Examination, seconds: float) -> None:
     """A line a rule, what broke it, the contract, the verdict."""
     console.print()
-    show_rules(console, seen.broken)
+    if seen.status != INTERRUPTED:
+        show_rules(console, seen.broken)
     lines = contract_lines(seen) if seen.status == 0 else []
     if lines:
         console.print("\ncontract: legal, but worth knowing", style="bold", highlight=False)
@@ -168,8 +170,11 @@ def show(console: Console, seen: Examination, seconds: float) -> None:
     counts += f"; {seen.declined} declined" if seen.declined else ""
     counts += f"; {seen.not_run} not run after hangs or crashes" if seen.not_run else ""
     rules = f"{len(seen.broken)} rule{'s' if len(seen.broken) > 1 else ''} broken"
-    verdict = {0: "RIGHT", 1: f"WRONG, {rules}", 2: "could not be judged: it declines everything"}
-    style = "bold green" if seen.status == 0 else "bold red"
+    verdict = {
+        0: "RIGHT", 1: f"WRONG, {rules}", 2: "could not be judged: it declines everything",
+        INTERRUPTED: f"interrupted after {seen.problems:,} examples, no fault found so far",
+    }  # fmt: skip
+    style = {0: "bold green", INTERRUPTED: "yellow"}.get(seen.status, "bold red")
     console.print(f"\n{verdict[seen.status]} ({counts})", style=style, highlight=False)
 
 

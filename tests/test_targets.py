@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -85,6 +86,27 @@ def test_a_wrong_function_is_named_with_its_fault_and_its_excuse(monkeypatch, ca
 def test_what_cannot_be_judged_has_status_2(target, options, reason, monkeypatch, capsys):
     assert run("verify", target, *options, monkeypatch=monkeypatch) == 2
     assert reason in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            f"{FILE}:rope_backward",
+            (),
+            "[B, S, ·] in all problems; [1, S, ·] silently wrong (wrong",
+        ),
+        (f"{FILE}:rope_backward", (), "; [S, ·] raised"),
+        (f"{FILE}:one_shape", (), "[1, S, ·] declined; [S, ·] raised"),
+        ("ropegrad:rope_backward", (), "[1, S, ·] right; [S, ·] right"),
+        ("ropegrad:rope_backward", ("--table-shape", "sd"), "[S, ·] in all problems; [B, S, ·] right; [1, S"),
+    ],
+)
+def test_other_shapes_of_tables_are_tried_and_no_fault(name, options, words, monkeypatch, capsys):
+    status = run("verify", name, "--max-tokens", "5", *options, monkeypatch=monkeypatch)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert status == 0, printed
+    assert words in printed
 
 
 def test_options_of_a_target_need_one(monkeypatch, capsys):
@@ -211,11 +233,34 @@ def test_a_campaign_that_is_interrupted_says_what_it_saw(monkeypatch, capsys, tm
         return attempt(*arguments, **words)
 
     monkeypatch.setattr("ropegrad.verify.fuzz.attempt", interrupted)
-    status, printed = fuzz("rope_backward", monkeypatch=monkeypatch, capsys=capsys)
-    assert status == 2
-    assert "4 problems" in printed
+    files = ("--json", "report.json", "--junit", "report.xml")
+    status, printed = fuzz("rope_backward", *files, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 130
+    assert "interrupted after 4 examples, no fault found so far" in printed
+    assert "RIGHT" not in printed
     assert "interrupted; start it again to go on" in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == "interrupted, no fault found so far"
+    assert ElementTree.parse("report.xml").getroot().get("errors") == "1"
     assert fuzz("rope_backward", "--examples", "3", monkeypatch=monkeypatch, capsys=capsys)[0] == 0
+
+
+def test_ctrl_c_in_the_middle_of_a_search(tmp_path):
+    """The signal itself: no verdict that was not reached, and the status of a program that SIGINT ends."""
+    (tmp_path / "target.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(FILE.parent)!r})\nfrom kernels import rope_backward\n"
+        "def backward(*arrays):\n    open('started', 'w').close()\n    return rope_backward(*arrays)\n"
+    )
+    command = [sys.executable, "-m", "ropegrad", "fuzz", "target.py:backward", "--minutes", "5"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    while not (tmp_path / "started").exists() and process.poll() is None:
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, printed
+    assert re.search(r"interrupted after [\d,]+ examples, no fault found so far", printed)
+    assert "RIGHT" not in printed
 
 
 @pytest.mark.parametrize(

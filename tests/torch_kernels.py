@@ -1,5 +1,7 @@
 """Differentiable forwards in PyTorch, as models have them, and autograd Functions, right and wrong."""
 
+import ctypes
+
 import torch
 
 
@@ -89,6 +91,22 @@ def overwrites(grad_q_embed, *rest):
     grads = backward(grad_q_embed, *rest)
     grad_q_embed.zero_()
     return grads
+
+
+def wrong_sine(*arrays):
+    grads = backward(*arrays)
+    return grads[0], grads[1], grads[2], -grads[3]
+
+
+def into(*arrays):
+    for out, grad in zip(arrays[6:], backward(*arrays[:6]), strict=True):
+        out.copy_(grad)
+
+
+def into_too_much(*arrays):
+    into(*arrays)
+    last = arrays[-1]
+    ctypes.memset(last.data_ptr() + last.numel() * last.element_size(), 0, 4)
 
 
 def numpy_results(*arrays):

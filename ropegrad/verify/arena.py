@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ropegrad.arrays import numpy_dtype
+from ropegrad.arrays import dtype_name, numpy_dtype
 from ropegrad.verify.case import NumpyArray
 
 GUARD = 4096  # bytes around every array: a write one row too far lands in them
@@ -55,13 +55,15 @@ def plan(inputs: Mapping[str, NumpyArray | None], outputs: Iterable[tuple[str, N
 
     def slot(name: str, x: NumpyArray) -> Slot:
         nonlocal end
-        steps = [(step, n) for step, n in zip(x.strides, x.shape, strict=True)] if x.size else []
-        below = -sum(step * (n - 1) for step, n in steps if step < 0)
-        span = sum(abs(step) * (n - 1) for step, n in steps) + (x.itemsize if x.size else 0)
-        shift = x.__array_interface__["data"][0] % x.itemsize if x.size else 0
+        below, span, shift = 0, x.nbytes, 0
+        if x.size and not x.flags.c_contiguous:
+            below = -sum(step * (n - 1) for step, n in zip(x.strides, x.shape, strict=True) if step < 0)
+            span = x.itemsize + sum(abs(step) * (n - 1) for step, n in zip(x.strides, x.shape, strict=True))
+        if not x.flags.aligned:
+            shift = x.__array_interface__["data"][0] % x.itemsize
         low = -(-end // ALIGNED) * ALIGNED + shift
         end = low + span + GUARD
-        return Slot(name, str(x.dtype), x.shape, x.strides, low + below, low, span)
+        return Slot(name, dtype_name(x.dtype), x.shape, x.strides, low + below, low, span)
 
     slots = tuple(slot(name, x) for name, x in inputs.items() if x is not None)
     return Plan(slots, tuple(slot(name, x) for name, x in outputs), end)
@@ -82,7 +84,9 @@ def fill(memory: Bytes, layout: Plan, inputs: Mapping[str, NumpyArray | None], p
     for slot in layout.inputs:
         source = inputs[slot.name]
         assert source is not None
-        if slot.span:
+        if source.flags.c_contiguous and source.ndim and slot.span:
+            memory[slot.low : slot.low + slot.span] = source.reshape(-1).view(np.uint8)
+        elif slot.span:
             lowest = source.__array_interface__["data"][0] - (slot.first - slot.low)
             raw = (ctypes.c_uint8 * slot.span).from_address(lowest)
             memory[slot.low : slot.low + slot.span] = np.ctypeslib.as_array(raw)
@@ -99,7 +103,9 @@ def poisoned(x: NumpyArray, poison: str) -> Any:
 def same_bytes(one: Bytes, other: Bytes) -> bool:
     """Whether two runs of memory are equal; in pieces, so that it takes no memory of its own."""
     pieces = range(0, len(one), _PIECE)
-    return all(np.array_equal(one[i : i + _PIECE], other[i : i + _PIECE]) for i in pieces)
+    return len(one) == len(other) and all(
+        one[i : i + _PIECE].tobytes() == other[i : i + _PIECE].tobytes() for i in pieces
+    )
 
 
 class Trespass(NamedTuple):

@@ -1,4 +1,4 @@
-"""The problems that `ropegrad verify TARGET` puts to a target: simple ones first."""
+"""The problems that `ropegrad verify TARGET` puts to a target: an ordinary one, then all by size."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ropegrad.spec import QKV_WEIGHTS, ROPE_NEEDS, QkvSpec, RopeSpec
 from ropegrad.suites import SUITES
 from ropegrad.verify.cases import qkv_recipes, rope_recipes
 from ropegrad.verify.conformance import DRAWS, seed
-from ropegrad.verify.domain import Domain, fitted
+from ropegrad.verify.domain import Domain, fitted, is_empty
 from ropegrad.verify.recipe import Recipe
-from ropegrad.verify.target import Contract
+from ropegrad.verify.target import SHAPES, Contract
 
 _BASE = RopeSpec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8, table_batch=2)
 
 
 def battery(contract: Contract, domain: Domain) -> list[Recipe]:
-    """The problems inside the domain, by size, under the contract."""
+    """The problems inside the domain, by size, under the contract; the first is one that tells something."""
     recipes = rope_recipes() if contract.op == "rope" else qkv_recipes()
     recipes = [recipe for recipe in recipes if _is_plain(recipe)] + (_ROPE if contract.op == "rope" else _QKV)
     chosen: dict[Recipe, Recipe] = {}
@@ -27,7 +27,21 @@ def battery(contract: Contract, domain: Domain) -> list[Recipe]:
         moved = fitted(recipe, contract, domain, turn)
         if domain.outside(moved) is None:
             chosen.setdefault(replace(moved, name="", seed=0), moved)
-    return sorted(chosen.values(), key=size)
+    ordered = sorted(chosen.values(), key=size)
+    telling = [recipe for recipe in ordered if _tells(recipe)]
+    for first in sorted(telling, key=lambda one: one.rope.batch < 2 or size(one) < ENOUGH)[:1]:
+        ordered.remove(first)
+        ordered.insert(0, first)
+    return ordered
+
+
+def _tells(recipe: Recipe) -> bool:
+    """Whether a fault of a process's first call must show in this problem."""
+    data = (recipe.values, recipe.memory)
+    return data == ("normal", "contiguous") and recipe.rope.rotary_dim > 0 and not is_empty(recipe)
+
+
+ENOUGH = 256  # elements: several of all axes
 
 
 def beyond(contract: Contract, domain: Domain) -> list[Recipe]:
@@ -58,6 +72,17 @@ def property_recipes(contract: Contract, domain: Domain) -> list[Recipe]:
         recipes += [make("properties, partial width", values="coded", rotary_dim=4)]
     moved = [fitted(recipe, contract, domain) for recipe in recipes]
     return [recipe for recipe in moved if domain.outside(recipe) is None]
+
+
+def table_shapes(contract: Contract, domain: Domain) -> dict[str, Recipe]:
+    """A problem for each shape of tables that the contract does not promise, by that shape."""
+    make = _rope if contract.op == "rope" else partial(_qkv, hidden_size=6)
+    found = {}
+    for shape, words in SHAPES.items():
+        moved = fitted(make(f"tables [{words}]"), replace(contract, table_shape=shape), domain)
+        if shape != contract.table_shape and domain.outside(moved) is None:
+            found[shape] = moved
+    return found
 
 
 def size(recipe: Recipe) -> float:
@@ -102,6 +127,13 @@ def _qkv(name: str, hidden_size: int, *, values: str = "normal", tables: str = "
 
 
 _ONE: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1}
+_SHORT: dict[str, Any] = {"seq": 5, "head_dim": 4}
+# Heads of q and of k as models have them, and a few that none has: a kernel may choose its blocks by them.
+HEADS = (
+    (3, 1), (3, 3), (5, 1), (5, 5), (6, 2), (7, 7), (9, 3), (10, 2), (12, 1), (12, 2), (12, 4), (12, 12),
+    (14, 2), (15, 5), (16, 16), (20, 4), (20, 20), (24, 8), (28, 4), (32, 8), (36, 36), (40, 8), (40, 40),
+    (48, 8), (56, 8), (64, 8), (71, 1), (96, 8), (128, 16),
+)  # fmt: skip
 _ROPE = [
     _rope("the smallest", **_ONE, seq=1, head_dim=2),
     _rope("one token of two pairs", **_ONE, seq=1, head_dim=4),
@@ -114,7 +146,9 @@ _ROPE = [
     *[_rope(f"{n} tokens", **_ONE, seq=n, head_dim=4) for n in (301, 1031, 4099)],
     *[_rope(f"GQA ratio {n}", heads=2 * n) for n in (1, 3, 4, 8)],
     _rope("33 heads, 11 of k", heads=33, kv_heads=11),
+    *[_rope(f"{n} heads, {m} of k", heads=n, kv_heads=m, **_SHORT) for n, m in HEADS],
     _rope("scaled tables, far positions", tables="far", values="scales"),
+    _rope("small rows beside large ones", values="reciprocal", seq=6),
     _rope("mixed memory, unlike for q and k", memory="mixed", values="coded", tables="llama3"),
     _rope("mixed memory, wide heads", memory="mixed", head_dim=64, seq=17),
     _rope("sums of 256 products: the precision gate", batch=1, heads=224, kv_heads=32, seq=64, head_dim=64),
@@ -126,9 +160,12 @@ _QKV = [
     _qkv("real tables", 16, values="coded", tables="base10000"),
     *[_qkv(f"{n} tokens", 12, seq=n, batch=1) for n in (2, 13, 16, 17, 33, 65)],
     *[_qkv(f"GQA ratio {n}", 12, heads=2 * n) for n in (1, 3, 4, 8)],
+    *[_qkv(f"{n} heads, {m} of k", 6, heads=n, kv_heads=m, **_SHORT) for n, m in HEADS],
     _qkv("sparse probe, longer", 32, values="sparse", seq=33, head_dim=32),
     _qkv("one token: sums of one product", 24, values="sparse", **_ONE, seq=1, head_dim=16),
     _qkv("scaled tables", 8, tables="scaled"),
+    _qkv("small rows beside large ones", 8, values="reciprocal", seq=6),
+    _qkv("small rows beside large ones, longer", 12, values="reciprocal", seq=33, tables="base10000"),
     _qkv("mixed memory", 24, memory="mixed", values="coded"),
     _qkv("sums of 256 products: the precision gate", 64, heads=4, kv_heads=2, seq=128, head_dim=32),
 ]  # fmt: skip

@@ -152,24 +152,22 @@ def _aliases(
     arrays: dict[str, Array], inputs: dict[str, Array], kept: list[tuple[str, Array, int]], answer: Answer
 ) -> None:
     """Notes for outputs that share memory with an input or with one another."""
-    seen: dict[str, Array] = {}
+    others = [(f"the input {name}", memory(array)) for name, array in inputs.items()]
     for name, array in arrays.items():
-        for kind, others in (("the input ", inputs), ("", seen)):
-            for other_name, other in others.items():
-                if _shares(array, other):
-                    text = f"{name} shares memory with {kind}{other_name}"
-                    answer.notes.append(("output aliases an input or another output", name, text))
-        seen[name] = array
+        mine = memory(array)
+        for title, other in others:
+            if _shares(mine, other):
+                text = f"{name} shares memory with {title}"
+                answer.notes.append(("output aliases an input or another output", name, text))
+        others.append((name, mine))
 
 
-def _shares(a: Array, b: Array) -> bool:
+def _shares(a: NumpyArray, b: NumpyArray) -> bool:
     """Whether two arrays surely share a byte: an alarm needs certainty."""
-    first, second = memory(a), memory(b)
     try:
-        shared = np.shares_memory(first, second, max_work=100_000)  # type: ignore[arg-type]
+        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return False
-    return bool(shared)
 
 
 # ---- arrays of a namespace over the arena --------------------------------------------------------------

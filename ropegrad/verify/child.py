@@ -10,17 +10,18 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import marshal
 import mmap
 import os
 import signal
 import struct
 import sys
-from dataclasses import asdict
 from typing import IO, Any
 
 import numpy as np
 
-from ropegrad.verify.arena import Plan, Slot
+from ropegrad.arrays import dtype_name
+from ropegrad.verify.arena import ALIGNED, Plan, Slot
 from ropegrad.verify.calling import Answer, Caller, probe
 from ropegrad.verify.target import Contract, NoTarget, load
 
@@ -34,23 +35,18 @@ def main() -> None:
     _die_with_parent()
     caller, arena = None, int(sys.argv[1])
     memory = np.zeros(0, np.uint8)
-    for line in requests:
-        request = json.loads(line)
-        if "target" in request:
-            caller = _load(request, answers)
-            continue
-        assert caller is not None
-        inputs, outputs = (tuple(map(_slot, slots)) for slots in request["slots"])
-        layout = Plan(inputs, outputs, request["nbytes"])
-        if request["size"] > len(memory):
-            memory = np.frombuffer(mmap.mmap(arena, request["size"]), np.uint8)
-        part = memory[: layout.nbytes]
-        _send(answers, caller(part, layout, tuple(request["names"]), request["order"]))
-
-
-def _slot(fields: list[Any]) -> Slot:
-    name, dtype, shape, strides, *numbers = fields
-    return Slot(name, dtype, tuple(shape), tuple(strides), *numbers)
+    with contextlib.suppress(EOFError):
+        while True:
+            request = marshal.load(requests)
+            if isinstance(request, dict):
+                caller = _load(request, answers)
+                continue
+            assert caller is not None
+            inputs, outputs, nbytes, names, order, size = request
+            if size > len(memory):
+                memory = np.frombuffer(mmap.mmap(arena, size), np.uint8)
+            given, room = (tuple(Slot(*slot) for slot in part) for part in (inputs, outputs))
+            _send(answers, caller(memory[:nbytes], Plan(given, room, nbytes), names, order))
 
 
 def _load(request: dict[str, Any], answers: IO[bytes]) -> Caller | None:
@@ -86,16 +82,16 @@ def _die_with_parent() -> None:
 
 
 def _send(stream: IO[bytes], answer: Answer) -> None:
-    arrays = {name: x for name, x in answer.outputs.items() if x is not None}
-    header = asdict(answer) | {
-        "outputs": {
-            name: None if x is None else [str(x.dtype), x.shape, x.nbytes]
-            for name, x in answer.outputs.items()
-        }
+    arrays = [x for x in answer.outputs.values() if x is not None]
+    forms = {
+        name: None if x is None else (dtype_name(x.dtype), x.shape, x.nbytes)
+        for name, x in answer.outputs.items()
     }
+    header = (answer.status, answer.message, forms, answer.notes, answer.seconds)
     encoded = json.dumps(header).encode()
-    stream.write(struct.pack("<Q", len(encoded)) + encoded)
-    for array in arrays.values():
+    encoded += b" " * (-len(encoded) % ALIGNED)
+    stream.write(struct.pack("<QQ", len(encoded), len(encoded) + sum(x.nbytes for x in arrays)) + encoded)
+    for array in arrays:
         stream.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
     stream.flush()
 

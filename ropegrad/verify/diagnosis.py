@@ -14,6 +14,7 @@ import numpy as np
 from ropegrad.verify.arena import POISONS
 from ropegrad.verify.case import Case, NumpyArray, rope_geometry
 from ropegrad.verify.confusions import CONFUSIONS
+from ropegrad.verify.exact import Product
 from ropegrad.verify.forward import as_backward
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.regions import Words, common, regions
@@ -83,6 +84,9 @@ def _simple(rule: Standard, name: str, got: NumpyArray) -> list[tuple[str, Calla
         ("has the opposite sign", near(-value)),
         ("is added to what the output held instead of written", near(value + poison, coarse)),
     ]
+    if rule.exact[name].product is not None:
+        candidates.append(("is lost where factors are small beside others: one scale for a whole array",
+                           lambda wrong: _only_small(rule.exact[name].product, wrong)))  # fmt: skip
     spec = rope_geometry(rule.case)
     heads = (spec.heads or 0) + (spec.kv_heads or 0)
     if name in ("grad_cos", "grad_sin") and heads > 1:
@@ -97,6 +101,17 @@ def _simple(rule: Standard, name: str, got: NumpyArray) -> list[tuple[str, Calla
         for sign, words in ((1, f"is {other}"), (-1, f"is {other} with the opposite sign")):
             candidates.append((words, near(sign * rule.exact[other].value)))
     return candidates
+
+
+def _only_small(product: Product | None, wrong: Any) -> bool:
+    """Whether only rows and columns of factors are wrong that float16 loses beside the largest of all."""
+    assert product is not None
+    small = []
+    for factor, axis in ((np.abs(product.left), 1), (product.size, 0)):
+        most = factor.max(axis=axis, initial=0.0)
+        small.append(most < 2.0**-19 * most.max(initial=0.0))
+    lost = (small[0][:, None] | small[1]).reshape(wrong.shape)
+    return bool(lost[wrong].all() and not lost.all())
 
 
 def _factor(wide: Any, value: Any) -> float | None:

@@ -15,6 +15,7 @@ from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.case import QKV_INPUTS, ROPE_INPUTS, Case, NumpyArray, rope_geometry
 from ropegrad.verify.placing import place
+from ropegrad.verify.probes import reciprocal
 
 Rng = np.random.Generator
 
@@ -35,7 +36,8 @@ def make_case(
     for input_name, (shape, dtype) in input_shapes(spec).items():
         if input_name in ("cos", "sin"):
             continue
-        inputs[input_name] = VALUES[values](rng, shape, dtype, _role(input_name))
+        x = VALUES[values](rng, shape, dtype, _role(input_name))
+        inputs[input_name] = reciprocal(x, input_name, spec) if values == "reciprocal" else x
     inputs["cos"], inputs["sin"] = TABLES[tables](rng, geometry)
     placed = {key: place(rng, array, memory, key) for key, array in inputs.items() if array is not None}
     order = ROPE_INPUTS if isinstance(spec, RopeSpec) else QKV_INPUTS
@@ -156,7 +158,7 @@ Values = Callable[[Rng, tuple[int, ...], str, str], NumpyArray]
 VALUES: dict[str, Values] = {
     "normal": _normal, "tiny_gradients": _tiny_gradients, "coded": _coded, "scales": _scales,
     "subnormal": _subnormal, "zeros": _zeros, "dominating": _dominating, "sparse": _sparse,
-    "nonfinite": _nonfinite, "overflow": _overflow,
+    "nonfinite": _nonfinite, "overflow": _overflow, "reciprocal": _normal,  # and then `probes`
 }  # fmt: skip
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from ropegrad.spec import RopeSpec
 from ropegrad.verify.battery import size
 from ropegrad.verify.case import Case, NumpyArray
+from ropegrad.verify.confusions import CONFUSIONS
 from ropegrad.verify.diagnosis import diagnose, is_small
 from ropegrad.verify.domain import Domain, excuses
 from ropegrad.verify.properties import property_faults
@@ -19,6 +21,7 @@ from ropegrad.verify.target import Contract
 from ropegrad.verify.trial import Trial, attempt
 
 HANGS, CRASHES = 2, 10  # as many are enough to know
+INTERRUPTED = 130  # the exit status of programs that SIGINT ends
 
 
 @dataclass
@@ -36,19 +39,22 @@ class Broken:
 class Examination:
     """What is known of a target after all trials.
 
-    outside    statuses of problems outside its domain: right, wrong, declined
+    outside    problems outside its domain; tables: a problem for each shape of tables it does not promise
     not_run    problems that were left out after too many hangs or crashes
     problems   how many were put to it; all_calls: how often it was called; declined: how many it declined
+    interrupted  the user ended it before its time: that nothing was found says little
     """
 
     contract: Contract
     domain: Domain
     trials: list[Trial] = field(default_factory=list)
     outside: list[Trial] = field(default_factory=list)
+    tables: dict[str, Trial] = field(default_factory=dict)
     not_run: int = 0
     problems: int = 0
     all_calls: int = 0
     declined: int = 0
+    interrupted: bool = False
     broken: list[Broken] = field(default_factory=list)
 
     @property
@@ -59,11 +65,11 @@ class Examination:
 
     @property
     def status(self) -> int:
-        """0 right, 1 wrong, 2 could not be judged: it declined everything."""
+        """0 right, 1 wrong, 2 not judged: it declined everything, 130 interrupted, nothing wrong so far."""
         judged = [trial for trial in self.trials if trial.status != "declined"]
-        if not judged:
-            return 2
-        return 1 if self.broken or any(trial.faults for trial in judged) else 0
+        if judged and (self.broken or any(trial.faults for trial in judged)):
+            return 1
+        return INTERRUPTED if self.interrupted else 0 if judged else 2
 
 
 Progress = Callable[[str], None]
@@ -76,11 +82,13 @@ def examine(
     progress: Progress,
     beyond: Iterable[Recipe] = (),
     properties: Iterable[Recipe] = (),
+    tables: Mapping[str, Recipe] = MappingProxyType({}),
 ) -> Examination:
     """Put the problems to a target; `progress` is told each that is about to start.
 
     beyond: problems outside its domain; properties: problems on which properties are checked, without the
-    oracle, of a target that the oracle finds right.
+    oracle, of a target that the oracle finds right; so are `tables` put to it, by the shapes of tables that
+    it does not promise to take.
     """
     seen = Examination(runner.contract, domain)
     for recipe in recipes:
@@ -101,7 +109,11 @@ def examine(
             faults, calls = property_faults(runner, recipe, seen.allowance)
             trial = Trial(recipe, "wrong" if faults else "right", faults, calls=calls)
             seen.trials.append(trial)
-    everything = (*seen.trials, *seen.outside)
+    if not any(trial.faults for trial in seen.trials):
+        for shape, recipe in tables.items():
+            progress(recipe.name)
+            seen.tables[shape] = attempt(runner, recipe, stop=True)
+    everything = (*seen.trials, *seen.outside, *seen.tables.values())
     seen.problems, seen.all_calls = len(seen.trials), sum(trial.calls for trial in everything)
     seen.declined = sum(trial.status == "declined" for trial in seen.trials)
     seen.broken = broken_rules(seen)
@@ -117,6 +129,7 @@ def broken_rules(seen: Examination) -> list[Broken]:
     """The rules that were broken, each with its smallest case, diagnosed."""
     wrong = [trial for trial in seen.trials if trial.faults]
     _settle(wrong)
+    _recognise(wrong)
     passed = [trial.recipe for trial in seen.trials if not trial.faults]
     excused = excuses(seen.domain, [trial.recipe for trial in wrong], passed)
     shadows = _shadows(wrong)
@@ -160,6 +173,21 @@ def _settle(trials: list[Trial]) -> None:
         ]
 
 
+# Formulas with errors of any size: who computes one of them does not merely round too much.
+FORMULAS = frozenset(words for words, _ in CONFUSIONS if "rounded to" not in words)
+
+
+def _recognise(trials: list[Trial]) -> None:
+    """A known wrong formula is a wrong value, however much its errors look like rounding in a long sum."""
+    for array in {f.array for trial in trials for f in trial.faults if f.rule == LOW and f.share[1]}:
+        ordered = sorted(trials, key=lambda trial: size(trial.recipe))
+        if not FORMULAS.isdisjoint(_names(ordered, Fault(LOW, array, ""))):
+            for trial in trials:
+                trial.faults = [
+                    replace(f, rule=WRONG) if (f.rule, f.array) == (LOW, array) else f for f in trial.faults
+                ]
+
+
 # Rules about values. A wrong formula breaks several: a NaN where data overflow is then no fault of its own.
 VALUES = ("wrong value", "below the promised precision", "missing gradient", "unjustified NaN or Inf",
           "hidden NaN or Inf", "depends on strides or alignment", "output not (fully) written")  # fmt: skip
@@ -197,7 +225,7 @@ def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
     alike = [
         trial for trial in trials
         if any((f.rule, f.array) == (fault.rule, fault.array) for f in trial.faults)
-        and fault.array in trial.got and trial.recipe.values in ("normal", "coded")
+        and fault.array in trial.got and trial.recipe.values in ("normal", "coded", "reciprocal")
         and is_small(trial.got[fault.array][0])
     ]  # fmt: skip
     rich = sorted(alike, key=lambda trial: (trial.recipe.rope.kv_heads or 0, trial.recipe.rope.seq))

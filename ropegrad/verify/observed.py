@@ -7,6 +7,7 @@ import math
 from ropegrad.verify.domain import EQUAL, is_empty
 from ropegrad.verify.examine import Examination
 from ropegrad.verify.ruling import FLUSHES, ROUNDS
+from ropegrad.verify.target import SHAPES
 from ropegrad.verify.trial import NOT_REPEATABLE, Trial
 
 LOUD = ("raised", "crashed", "hung")
@@ -23,6 +24,7 @@ def contract_lines(seen: Examination) -> list[tuple[str, str]]:
         ("repeatable", "no: bits differ between equal calls" if NOT_REPEATABLE in facts else "bit for bit"),
         ("gradients of tables", _tables_given(seen)),
         ("columns of tables", _columns(seen, unequal)),
+        ("shapes of tables", _shapes(seen)),
         ("subnormal numbers", _subnormals(right, facts)),
         ("rounding", "at every step" if ROUNDS in facts else "once, at the end, as far as can be seen"),
         ("effective bits", _bits(right)),
@@ -43,6 +45,18 @@ def _tables_given(seen: Examination) -> str:
     if seen.contract.op == "qkv":
         return ""
     return "yes" if {"cos", "sin"} & set(seen.contract.wanted) else "not asked for"
+
+
+def _shapes(seen: Examination) -> str:
+    """What became of the shapes that the contract does not promise: not one of them is a fault."""
+    said = [f"[{SHAPES[seen.contract.table_shape]}] in all problems"]
+    for shape, trial in seen.tables.items():
+        fate = trial.status
+        if fate == "wrong":
+            fault = trial.faults[0]
+            fate = fault.rule if fault.rule in LOUD else f"silently wrong ({fault.rule})"
+        said.append(f"[{SHAPES[shape]}] {fate}")
+    return "; ".join(said)
 
 
 def _columns(seen: Examination, unequal: list[Trial]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import marshal
 import mmap
 import os
 import re
@@ -85,10 +86,8 @@ class Process:
         if self.child is None:
             self._start()
             self.restarts += 1
-        slots = [[list(slot) for slot in part] for part in (layout.inputs, layout.outputs)]
-        request = {
-            "slots": slots, "nbytes": layout.nbytes, "names": names, "order": order, "size": self.size,
-        }  # fmt: skip
+        inputs, outputs = ([tuple(slot) for slot in part] for part in (layout.inputs, layout.outputs))
+        request = (inputs, outputs, layout.nbytes, names, order, self.size)
         limit = self.timeout * (FIRST if self.fresh else 1)
         self.fresh = False
         answer = self._ask(request, limit)
@@ -114,24 +113,18 @@ class Process:
             self.close()
             raise NoTarget(answer.message)
 
-    def _ask(self, request: dict[str, Any], limit: float) -> Answer:
+    def _ask(self, request: Any, limit: float) -> Answer:
+        """Requests are Python's own bytes; answers, which a wrecked child may garble, JSON and arrays."""
         child = self.child
         assert child is not None
         assert child.stdin is not None
         start = time.monotonic()
         deadline = start + limit
         try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.write(marshal.dumps(request))
             child.stdin.flush()
-            (length,) = struct.unpack("<Q", self._read(8, deadline).data)
-            header = json.loads(self._read(length, deadline).tobytes())
-            outputs = header.pop("outputs")
-            for name, facts in outputs.items():
-                if facts is not None:
-                    dtype, shape, nbytes = facts
-                    outputs[name] = self._read(nbytes, deadline).view(_dtype(dtype)).reshape(shape)
-            header["notes"] = [(rule, array, text) for rule, array, text in header["notes"]]
-            return Answer(**header, outputs=outputs)
+            length, whole = struct.unpack("<QQ", self._read(16, deadline).data)
+            return _answer(self._read(whole, deadline), length)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.kill(child.pid, signal.SIGABRT)  # makes faulthandler say where it is
@@ -141,6 +134,9 @@ class Process:
             return Answer("hung", message)
         except (EOFError, OSError):
             return Answer("crashed", self._post_mortem())
+        except BaseException:  # Ctrl-C: the rest of this answer must not be read as the next one
+            self._stop()
+            raise
 
     def _read(self, length: int, deadline: float) -> Bytes:
         assert self.child is not None
@@ -183,6 +179,18 @@ class Process:
                 return f" in {function} ({file}:{line})"
         last = text.strip().rpartition("\n")[2]
         return f": {last[:300]}" if last and not frames else ""
+
+
+def _answer(data: Bytes, at: int) -> Answer:
+    """The answer whose header is the first `at` bytes, its arrays the others."""
+    status, message, outputs, notes, seconds = json.loads(data[:at].tobytes())
+    for name, form in outputs.items():
+        if form is not None:
+            dtype, shape, nbytes = form
+            kind, part = _dtype(dtype), data[at : at + nbytes]
+            outputs[name] = (part.copy() if at % kind.itemsize else part).view(kind).reshape(shape)
+            at += nbytes
+    return Answer(status, message, outputs, [tuple(note) for note in notes], seconds)
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -24,7 +24,8 @@ _HEAD = '''#!/usr/bin/env python3
 {message}
 
 Problem: {problem}.
-Exits with 1 while the fault is there and 0 once it is gone. Needs NumPy and the target, nothing else.
+Exits with 1 while the fault is there and 0 once it is gone. Needs NumPy and the target, with the arrays
+that it takes, nothing else.
 """
 '''
 
@@ -39,10 +40,10 @@ def script(
 ) -> str:
     """The text of the script: the fault in words, the problems with exact results and bounds, the checks.
 
-    Raises SpecError where there is no such script: arrays that are not NumPy's, or too many of them.
+    Raises SpecError where there is no such script: JAX arrays, or too many elements.
     """
-    if contract.arrays != "numpy":
-        raise SpecError(f"--repro writes NumPy arrays; this target takes {contract.arrays}'s")
+    if contract.arrays == "jax":
+        raise SpecError("--repro writes scripts for targets that take NumPy, PyTorch or CuPy arrays, not JAX")
     if sum(x.size for case in cases for x in case.inputs.values() if x is not None) > MOST:
         raise SpecError("--repro: the smallest problem found is too large for a script; try ropegrad fuzz")
     place, _, name = target.rpartition(":")
@@ -55,7 +56,11 @@ def script(
     body = body[body.index("from __future__") :]
     calls = "".join(_call(case, contract, allowance) for case in cases)
     data = f"\n\nnan, inf = np.nan, np.inf\nTARGET = {absolute!r}\nCALLS = [\n{calls}]\n"
-    end = f"\nif __name__ == '__main__':\n    sys.exit(main(TARGET, CALLS, {contract.dps}, {seconds!r}))\n"
+    how = {
+        "arrays": contract.arrays, "device": contract.device, "dps": contract.dps,
+        "forward": contract.of == "forward",
+    }  # fmt: skip
+    end = f"\nif __name__ == '__main__':\n    sys.exit(main(TARGET, CALLS, {how!r}, {seconds!r}))\n"
     return f"{head}{body}{data}{end}"
 
 

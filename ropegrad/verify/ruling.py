@@ -22,6 +22,7 @@ from ropegrad.verify.judge import (
     judge_nonfinite,
     worst_ratio,
 )
+from ropegrad.verify.narrow import overflowing
 from ropegrad.verify.sums import Floats
 
 RULES = (
@@ -82,7 +83,8 @@ def standard(case: Case, exact: dict[str, Expected], allowance: tuple[str, ...] 
     """The standard of a case under an allowance."""
     steps = ROUNDS in allowance
     bound = bounds(case, exact, flushes_subnormals=FLUSHES in allowance, rounds_every_step=steps)
-    return Standard(case, exact, bound, judge_nonfinite(case, exact, bound, rounds_every_step=steps))
+    must = judge_nonfinite(case, exact, bound, rounds_every_step=steps)
+    return Standard(case, exact, bound, {n: overflowing(case, exact[n], must[n]) for n in exact})
 
 
 def form_fault(case: Case, name: str, got: NumpyArray | None, shape: Any, dtype: str) -> Fault | None:

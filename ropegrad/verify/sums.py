@@ -63,6 +63,7 @@ def bilinear(
     to upstream gradients, g to q, k and tables, after they became float64. A channel that passes through
     is the term a·one. inputs: by the problem's names, finite. Each result is within γ_n Σ|t| (u = 2⁻⁵³).
     """
+    turns = None
     for side in ("q", "k"):
         upstream = inputs.get(f"grad_{side}_embed")
         if f"grad_{side}" not in out or upstream is None:
@@ -71,7 +72,8 @@ def bilinear(
             through = upstream[..., spec.rotary_dim :].astype(np.float64)
             out[f"grad_{side}"][..., spec.rotary_dim :] = f(through) * g(np.full((), one))
         if spec.rotary_dim:
-            _fill_heads(spec, upstream, inputs, out[f"grad_{side}"], f, g, sign)
+            turns = turns or _turns(spec, inputs, g, sign)
+            _fill_heads(spec, upstream, turns, out[f"grad_{side}"], f)
     if "grad_cos" in out or "grad_sin" in out:
         _fill_tables(spec, inputs, out, f, g, sign)
 
@@ -107,9 +109,10 @@ def _table_axes(table: NDArray[Any]) -> NDArray[Any]:
     return table if table.ndim == 3 else table[None]
 
 
-def _turns(
-    spec: RopeSpec, inputs: Inputs, g: Change, sign: int
-) -> tuple[NDArray[np.complex128], NDArray[np.complex128]]:
+Turns = tuple[NDArray[np.complex128], NDArray[np.complex128]]
+
+
+def _turns(spec: RopeSpec, inputs: Inputs, g: Change, sign: int) -> Turns:
     """conj(w1) and i·conj(w2), axes [batch or 1, 1, seq, pairs]."""
     parts = []
     for name in ("cos", "sin"):
@@ -123,12 +126,10 @@ def _turns(
     return _complex(c1, sign * s1), _complex(s2, c2)
 
 
-def _fill_heads(
-    spec: RopeSpec, upstream: NDArray[Any], inputs: Inputs, out: Floats, f: Change, g: Change, sign: int
-) -> None:
+def _fill_heads(spec: RopeSpec, upstream: NDArray[Any], turns: Turns, out: Floats, f: Change) -> None:
     """dz = g1·conj(w1) + i·g2·conj(w2)."""
     upstream, out = bhsd(upstream, spec.layout), bhsd(out, spec.layout)
-    turn1, turn2 = _turns(spec, inputs, g, sign)
+    turn1, turn2 = turns
     first, second = members(out, spec)
     for batch, tokens in _blocks(spec, upstream.shape[1]):
         row = (batch if turn1.shape[0] == spec.batch else slice(None), slice(None), tokens)

@@ -25,7 +25,7 @@ from ropegrad.spec import (
 OPS = ("rope", "qkv")
 OF = ("backward", "forward")
 ARRAYS = ("numpy", "torch", "cupy", "jax")
-SHAPES = ("bsd", "1sd", "sd")  # of tables
+SHAPES = {"bsd": "B, S, ·", "1sd": "1, S, ·", "sd": "S, ·"}  # of tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Contract:
         judge_word("of", self.of, OF)
         judge_word("arrays", self.arrays, ARRAYS)
         judge_word("device", self.device, ("cpu", "cuda"))
-        judge_word("table_shape", self.table_shape, SHAPES)
+        judge_word("table_shape", self.table_shape, tuple(SHAPES))
         judge_words(self.layout, self.pairing, self.table, self.adjoint)
         judge_word("precision", self.precision, ("highest", "high", "medium"))
         judge_dtype("dtype", self.dtype)

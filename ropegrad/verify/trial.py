@@ -10,7 +10,8 @@ import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.arena import fill, plan, same_bytes, trespasses, view
+from ropegrad.verify.again import right_again, same_results
+from ropegrad.verify.arena import Plan, fill, plan, trespasses, view
 from ropegrad.verify.calling import FORWARD_VALUES, Answer
 from ropegrad.verify.case import Case, NumpyArray, token_slices
 from ropegrad.verify.check import SLICE
@@ -65,16 +66,20 @@ def attempt(runner: Runner, recipe: Recipe, *, stop: bool = False) -> Trial:
     first, second = recipe.case(), recipe.case(other=1)
     earlier: dict[str, NumpyArray | None] = {}
     results: list[Answer] = []
-    for case, poison in ((first, "number"), (second, "nan"), (first, "number")):
-        answer = perform(runner, case, poison, trial)
+    layouts = [arrangement(runner.contract, case) for case in (first, second)]
+    for case, layout, poison in (
+        (first, layouts[0], "number"), (second, layouts[1], "nan"), (first, layouts[0], "number"),
+    ):  # fmt: skip
+        answer = perform(runner, case, poison, trial, layout)
         if answer is None:
             return trial
-        if len(results) == 2 and _same(answer.outputs, results[0].outputs):
+        if len(results) == 2 and same_results(answer.outputs, results[0].outputs):
             trial.contract.add(REPEATABLE)
         else:
             _judge(runner, case, answer, earlier, poison, trial)
             if len(results) == 2:
                 trial.contract.add(NOT_REPEATABLE)
+                trial.faults = right_again(trial.faults, trial.got, first, answer.outputs)
         if stop and trial.faults:
             return trial
         earlier = answer.outputs
@@ -88,11 +93,18 @@ def output_forms(case: Case, contract: Contract) -> dict[str, tuple[tuple[int, .
     return forms | (forward_shapes(case) if contract.of == "forward" else {})
 
 
-def perform(runner: Runner, case: Case, poison: str, trial: Trial) -> Answer | None:
+def arrangement(contract: Contract, case: Case) -> Plan:
+    """Where in memory everything lies that a call may touch."""
+    forms = output_forms(case, contract) if contract.dps else {}
+    return plan(case.inputs, [(name, _room(case, name, *form)) for name, form in forms.items()])
+
+
+def perform(
+    runner: Runner, case: Case, poison: str, trial: Trial, layout: Plan | None = None
+) -> Answer | None:
     """One call; None where there is nothing to judge: the trial says why."""
     contract, forms = runner.contract, output_forms(case, runner.contract)
-    given = [(name, _room(case, name, *form)) for name, form in forms.items()] if contract.dps else []
-    layout = plan(case.inputs, given)
+    layout = layout or arrangement(contract, case)
     memory = runner.arena(layout.nbytes)
     fill(memory, layout, case.inputs, poison)
     before = memory.copy()
@@ -122,16 +134,6 @@ def _room(case: Case, name: str, shape: tuple[int, ...], dtype: str) -> NumpyArr
     if strided and shape and name in ("grad_q", "grad_cos", "grad_hidden_states"):
         return np.empty((*shape[:-1], shape[-1] + 3), kind)[..., : shape[-1]]
     return np.empty(shape, kind)
-
-
-def _same(one: dict[str, NumpyArray | None], other: dict[str, NumpyArray | None]) -> bool:
-    def same(x: NumpyArray | None, y: NumpyArray | None) -> bool:
-        if x is None or y is None:
-            return x is y
-        words = (np.ascontiguousarray(z).reshape(-1).view(np.uint8) for z in (x, y))
-        return x.shape == y.shape and x.dtype == y.dtype and same_bytes(*words)
-
-    return one.keys() == other.keys() and all(same(x, other[name]) for name, x in one.items())
 
 
 def _judge(

@@ -79,6 +79,14 @@ def last_token_not_projected(*arrays):
     return hidden
 
 
+@planted(WRONG, op="qkv")
+def qkv_fourteen_heads(*arrays):
+    results = qkv_backward(*arrays)
+    if arrays[0].shape[1] == 14:
+        results[1][-1:] *= np.float32(1.01)
+    return results
+
+
 def bf16(x):
     return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
@@ -90,9 +98,11 @@ def truncated(x):
 
 def operands(change):
     """All operands of the products rounded; the rotation itself in float32."""
+    return of_products(lambda a, b: change(np.ascontiguousarray(a)) @ change(np.ascontiguousarray(b)))
 
-    def product(a, b):
-        return change(np.ascontiguousarray(a)) @ change(np.ascontiguousarray(b))
+
+def of_products(product):
+    """The right backward with another matrix product; the rotation itself in float32."""
 
     def backward(*arrays):
         from kernels import rotate_half_back
@@ -108,10 +118,41 @@ def operands(change):
     return backward
 
 
+def scaled_float16(row_axis, column_axis):
+    """A product of float16 factors with powers of two for each row and column, or (None) for each array."""
+
+    def scaled(x, axis):
+        with np.errstate(all="ignore"):
+            top = np.abs(x).max(axis=axis, keepdims=True, initial=0, where=np.isfinite(x))
+            power = np.where(top > 0, 15 - np.frexp(top)[1], 0)
+            return np.ldexp(x.astype(np.float64), power).astype(np.float16).astype(np.float32), power
+
+    def product(a, b):
+        (left, left_power), (right, right_power) = scaled(a, row_axis), scaled(b, column_axis)
+        with np.errstate(all="ignore"):
+            whole = (left @ right).astype(np.float64)
+            return np.ldexp(whole, -(left_power + right_power)).astype(np.float32)
+
+    return product
+
+
+planted(WRONG, "one scale for a whole array", op="qkv", precision="high")(
+    name("one_float16_scale_for_an_array", of_products(scaled_float16(None, None)))
+)
+planted(WRONG, "one scale for a whole array", op="qkv", precision="high")(
+    name("one_float16_scale_for_the_right_side", of_products(scaled_float16(1, None)))
+)
 planted(LOW, op="qkv")(name("tf32_products", operands(tf32)))
 planted(LOW, op="qkv")(name("bfloat16_products", operands(bf16)))
 planted(LOW, op="qkv", precision="high")(name("truncated_tf32_under_high", operands(truncated)))
 planted(LOW, op="qkv", precision="high")(name("bfloat16_under_high", operands(bf16)))
+
+
+@planted("unjustified NaN or Inf", op="qkv", precision="high")
+def sums_in_float16_range(*arrays):
+    """Inf where a result is large, though no factor is near the largest number."""
+    with np.errstate(all="ignore"):
+        return [np.where(np.abs(x) < 65520, x, x * np.float32(np.inf)) for x in qkv_backward(*arrays)]
 
 
 @planted("missing gradient", op="qkv")

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 from kernels import by_name, qkv_backward, rope_backward, rope_backward_into, rotate_half, rotate_half_back
-from qkv_faults import bf16, operands
+from qkv_faults import bf16, of_products, operands, scaled_float16
 from rope_faults import heads, name, partial, tf32
 
 import ropegrad
@@ -267,6 +267,8 @@ def wide_product(a, b):
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
 
+operands_scaled = of_products(scaled_float16(1, 0))  # a scale for each row and column
+
 # TF32's and bfloat16's operands are as wide in range as float32's: only Inf made by rounding is theirs.
 FINITE = Domain(empty="no")
 
@@ -277,5 +279,6 @@ right(name("split_k", with_products(split_k)), op="qkv")
 right(name("term_after_term", with_products(one_by_one)), op="qkv")
 right(name("float64_products", with_products(wide_product)), op="qkv")
 right(name("tf32_under_high", operands(tf32)), op="qkv", precision="high")
+right(name("scaled_float16_under_high", operands_scaled), op="qkv", precision="high")
 right(name("bfloat16_under_medium", operands(bf16)), op="qkv", precision="medium")
 right(name("float32_under_medium", qkv_backward), op="qkv", precision="medium")

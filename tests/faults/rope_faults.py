@@ -391,6 +391,29 @@ def tables_cached_by_shape(gq, gk, q, k, cos, sin):
     return heads(gq, c, s), heads(gk, c, s), *table_sums(gq, gk, q, k)
 
 
+_CALLS = []
+
+
+@planted(WRONG, "the same call is right when it is made again")
+def first_call_of_all(*arrays):
+    """As with a cache that is read before it is filled."""
+    results = rope_backward(*arrays)
+    _CALLS.append(len(arrays))
+    return results if len(_CALLS) > 1 else (*results[:2], 2 * results[2], results[3])
+
+
+first_call_of_all.fresh = _CALLS.clear  # as in a new process
+
+
+@planted(WRONG)
+def twelve_heads(*arrays):
+    """As of a kernel that chooses its block by the number of heads."""
+    results = rope_backward(*arrays)
+    if arrays[0].shape[1] == 12:
+        results[3][:, -1:] = 0
+    return results
+
+
 def flat(x):
     """The elements from the first address on, as a kernel reads them that takes no strides."""
     return np.lib.stride_tricks.as_strided(
