@@ -41,18 +41,27 @@ def _bandwidth(rate: float) -> str:
     return f"{rate / 1e12:.2f} TB/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GB/s"
 
 
+def unit_of(setting: Setting) -> tuple[str, float]:
+    """Of the axis and of the rates beside it: TFLOP/s where anything is that fast."""
+    rates = [setting.sheet.rate("fp32")] if setting.sheet else []
+    rates += [r.flops / r.median_us * 1e6 for r in setting.limits if r.flops and counts(r) and r.median_us]
+    rates += [_place(point)[1] for point in _shown(setting)]
+    return ("TFLOP/s", 1e12) if max(rates, default=0) >= 1e12 else ("GFLOP/s", 1e9)
+
+
 def compute(setting: Setting) -> Iterator[Roof]:
     """The datasheet's rates of matrix products and the fastest measured, by precision."""
+    _, scale = unit_of(setting)
     for precision, name in WIDE.items():
         if setting.sheet is not None:
             rate = setting.sheet.rate(precision)
-            yield Roof(f"{name} datasheet {rate / 1e12:.0f}", rate, False)
+            yield Roof(f"{name} datasheet {rate / scale:.0f}", rate, False)
         products = [
             r for r in setting.limits if r.op in ("gemm", "products") and (r.precision or "fp32") == precision
         ]
         best = _fastest(products, "flops")
         if best is not None:
-            yield Roof(f"{name} measured {best[1] / 1e12:.3g}", best[1], True)
+            yield Roof(f"{name} measured {best[1] / scale:.3g}", best[1], True)
 
 
 def _fastest(records: Sequence[Record], work: str) -> tuple[Record, float] | None:
@@ -66,7 +75,7 @@ def describe(setting: Setting) -> About | None:
     records = used(_shown(setting), setting.limits) if some else []
     notes = ["Every input counts as read once, every output as written once. Slopes: memory."]
     if any(compute(setting)):
-        notes[0] += " Flat: dense matrix products, TFLOP/s."
+        notes[0] += f" Flat: dense matrix products, {unit_of(setting)[0]}."
     return about("Roofline", setting, records, notes)
 
 
@@ -82,7 +91,7 @@ def draw(setting: Setting, words: Words) -> Figure:
     figure, [axes] = sheet(1, 1, 3.6)
     low, high = _limits(list(map(_place, _shown(setting))), slopes, flats)
     axes.set(xlim=low[:1] + high[:1], ylim=low[1:] + high[1:])
-    unit, scale = ("TFLOP/s", 1e12) if high[1] > 1e12 else ("GFLOP/s", 1e9)
+    unit, scale = unit_of(setting)
     plain_log(axes, x=True, y=True, y_unit=scale)
     axes.set(xlabel="arithmetic intensity, FLOP per byte", ylabel=unit)
     handles = _draw_slopes(axes, slopes, flats, high)
