@@ -58,7 +58,12 @@ def facts(name: str, array: Array) -> Facts:
 
 
 def _bad_dtype(name: str, dtype: object) -> str:
-    remedy = "convert it first" if "complex" not in str(dtype) else "pass the real tables cos and sin"
+    remedy = "convert it first"
+    if "complex" in str(dtype):
+        tables = name.removeprefix("out's grad_") in ("cos", "sin")
+        remedy = (
+            "pass the real tables cos and sin" if tables else "view it as real pairs, pairing='interleaved'"
+        )
     raise SpecError(f"{name} has dtype {dtype}: it must be one of {', '.join(DTYPES)}; {remedy}")
 
 
@@ -164,9 +169,14 @@ def same_memory(a: Array, b: Array) -> bool:
     return (
         first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
         and first.shape == second.shape
-        and first.strides == second.strides
+        and _steps(first) == _steps(second)
         and first.itemsize == second.itemsize
     )
+
+
+def _steps(view: np.ndarray[Any, Any]) -> list[int]:
+    """Strides along axes of more than one element: the others lead nowhere."""
+    return [step for step, size in zip(view.strides, view.shape, strict=True) if size > 1]
 
 
 def overlaps_itself(array: Array) -> bool:

@@ -21,6 +21,7 @@ from ropegrad.spec import (
     judge_table_batch,
     judge_word,
     judge_words,
+    names_of,
     whole,
 )
 
@@ -43,9 +44,8 @@ def rope_spec(
     Raises SpecError, with what was passed and what would be right.
     """
     judge_words(layout, pairing, table, adjoint)
-    return _rope_spec(
-        _gather(arrays), _names(needs), table, layout, pairing, adjoint, judge_flag("accumulate", accumulate)
-    )
+    names, adds = None if needs is None else names_of(needs), judge_flag("accumulate", accumulate)
+    return _rope_spec(_gather(arrays), names, table, layout, pairing, adjoint, adds)
 
 
 @lru_cache(maxsize=256)  # a spec follows from these facts and words alone
@@ -81,15 +81,8 @@ def qkv_spec(
     """
     judge_words(layout, pairing, table, "exact")
     judge_word("precision", precision, PRECISIONS)
-    return _qkv_spec(
-        _gather(arrays),
-        _names(needs),
-        table,
-        layout,
-        pairing,
-        precision,
-        judge_flag("accumulate", accumulate),
-    )
+    names, adds = None if needs is None else names_of(needs), judge_flag("accumulate", accumulate)
+    return _qkv_spec(_gather(arrays), names, table, layout, pairing, precision, adds)
 
 
 @lru_cache(maxsize=256)
@@ -153,22 +146,6 @@ def _gather(arrays: dict[str, Array]) -> _Facts:
     return tuple((name, facts(name, array)) for name, array in arrays.items())
 
 
-def _names(needs: Iterable[str] | None) -> _Needs:
-    """The names as a tuple of strings; SpecError for anything else."""
-    if isinstance(needs, str):
-        raise SpecError(f"needs={needs!r} is a string: pass a tuple such as ({needs!r},)")
-    if needs is None:
-        return None
-    try:
-        names = tuple(needs)
-    except TypeError:
-        raise SpecError(f"needs={needs!r} is no tuple of names") from None
-    for name in names:
-        if not isinstance(name, str):
-            raise SpecError(f"needs has {name!r}: it must hold names of inputs")
-    return names
-
-
 def _alike(facts_by_name: _Facts) -> dict[str, Facts]:
     """The facts by name; SpecError unless all arrays are of one namespace on one device."""
     found = dict(facts_by_name)
@@ -192,10 +169,10 @@ def _present(found: dict[str, Facts], *names: str) -> bool:
 
 
 def _judge_needs(given: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    judge_needs(given, allowed)
-    if not given:
+    wanted = judge_needs(given, allowed)
+    if not wanted:
         raise SpecError(f"needs is empty: name some of {', '.join(allowed)}")
-    return tuple(name for name in allowed if name in given)
+    return wanted
 
 
 def _require(found: dict[str, Facts], wanted: str, *names: str) -> None:

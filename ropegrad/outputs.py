@@ -67,7 +67,9 @@ def _judge_one(spec: RopeSpec | QkvSpec, name: str, array: Array) -> None:
     if getattr(array, "requires_grad", False):
         raise SpecError(f"{label} requires grad: pass a detached tensor")
     if overlaps_itself(array):
-        raise SpecError(f"{label} has elements that share memory (a broadcast view?): pass a plain array")
+        raise SpecError(
+            f"{label} has elements that share memory, or interleave (a broadcast view?): pass a plain array"
+        )
 
 
 def _judge_overlaps(given: dict[str, Array], inputs: dict[str, Array]) -> None:

@@ -43,7 +43,8 @@ def rope_tables(
         "half" or "interleaved": where a full table's two columns of a pair stand.
     dtype
         Of the result: "float16", "bfloat16", "float32" or "float64". Angles, cosines and sines are computed
-        in float64 and rounded once, so that far positions stay apart.
+        in float64 and rounded once (to bfloat16 by way of float32, as NumPy and PyTorch do), so that far
+        positions stay apart.
 
     Returns
     -------
@@ -53,7 +54,8 @@ def rope_tables(
     Raises
     ------
     SpecError
-        If rotary_dim is odd, the base not positive, a word unknown, or positions no array of numbers.
+        If rotary_dim is odd, the base not positive, a word unknown, or positions no array [S] or [B, S] of
+        numbers.
     """
     _judge(positions, rotary_dim, base, table, pairing, dtype)
     xp: Any = namespace(positions)
@@ -94,10 +96,16 @@ def _judge(positions: Any, rotary_dim: object, base: object, table: str, pairing
     kind = str(positions.dtype).rpartition(".")[2]
     if not kind.startswith(("int", "uint", "float", "bfloat")):
         raise SpecError(f"positions have dtype {kind}: they must be whole or real numbers")
+    if len(positions.shape) not in (1, 2):
+        raise SpecError(f"positions have shape {tuple(positions.shape)}: they must be [S] or [B, S]")
     width = whole("rotary_dim", rotary_dim)
     if width < 0 or width % 2:
         raise SpecError(f"rotary_dim must be an even number of channels, got {width}")
-    if not isinstance(base, Real) or not sys.float_info.min <= _as_float(base) < math.inf:
+    if (
+        isinstance(base, bool)
+        or not isinstance(base, Real)
+        or not sys.float_info.min <= _as_float(base) < math.inf
+    ):
         raise SpecError(f"base must be a positive number, got {base!r}")
     judge_word("table", table, TABLES)
     judge_word("pairing", pairing, PAIRINGS)

@@ -33,6 +33,10 @@ def plan_qkv_rope_backward(spec: QkvSpec, *, backend: str | None = None) -> QkvP
     given: object = spec
     if not isinstance(given, QkvSpec):
         raise SpecError(f"spec must be a ropegrad.QkvSpec, got {type(given).__name__}")
+    if spec.rope.adjoint != "exact":
+        raise SpecError(
+            f"rope.adjoint is {spec.rope.adjoint!r}: the projections' gradients have the exact one"
+        )
     return QkvPlan(spec, choose(spec, backend).name)
 
 

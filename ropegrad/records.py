@@ -148,6 +148,16 @@ def read(path: Path) -> list[Record]:
     return records
 
 
+def is_other(path: Path) -> bool:
+    """Whether a file holds JSON objects of another kind, such as a campaign's counts, in its lines."""
+    try:
+        with path.open("rb") as file:
+            found = msgspec.json.decode(file.readline())
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return isinstance(found, dict) and not {"op", "case", "backend"} <= found.keys()
+
+
 def _unreadable(path: Path, error: OSError) -> str:
     """One sentence: the file and the remedy."""
     if isinstance(error, FileNotFoundError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ropegrad.arrays import DTYPES, compute_dtype
@@ -33,7 +33,8 @@ class RopeSpec:
     q is `[batch, heads, seq, head_dim]` in the order that `layout` names, k has `kv_heads` heads;
     None heads: that side is absent. Tables are `[seq, columns]` (table_batch None) or
     `[table_batch, seq, columns]` with table_batch 1 or batch; columns = rotary_dim for `full`
-    tables and rotary_dim / 2 for `half` ones. `dtype` is q's, k's and their gradients'.
+    tables and rotary_dim / 2 for `half` ones. `dtype` is q's, k's and their gradients'. `needs` are kept in
+    the order of the result; by default they are of all that is there.
 
     Raises SpecError where the numbers or words do not fit together.
     """
@@ -58,14 +59,21 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "seq", "head_dim", "rotary_dim"):
-            judge_size(name, getattr(self, name), optional=name in ("heads", "kv_heads"))
+            size = judge_size(name, getattr(self, name), optional=name in ("heads", "kv_heads"))
+            object.__setattr__(self, name, size)
         judge_words(self.layout, self.pairing, self.table, self.adjoint)
         judge_dtype("dtype", self.dtype)
         judge_dtype("table_dtype", self.table_dtype)
         judge_heads(self.heads, self.kv_heads)
         judge_rotary(self.rotary_dim, self.head_dim)
         judge_table_batch(self.table_batch, self.batch)
-        judge_needs(self.needs, ROPE_NEEDS)
+        sides = {"q": self.heads, "k": self.kv_heads}
+        there = tuple(name for name in ROPE_NEEDS if sides.get(name, 0) is not None)
+        needs = there if self.needs is ROPE_NEEDS else judge_needs(self.needs, ROPE_NEEDS)
+        for name in needs:
+            if name not in there:
+                raise SpecError(f"needs has {name!r}, but the spec has no heads of {name}")
+        object.__setattr__(self, "needs", ROPE_NEEDS if needs == ROPE_NEEDS else needs)
         judge_flag("accumulate", self.accumulate)
 
     @property
@@ -99,7 +107,7 @@ class RopeSpec:
 class QkvSpec:
     """One problem of Q, K, V projections followed by RoPE (benchmark problem 064).
 
-    `rope` describes the gradients of query and key after RoPE, and the tables (its needs say nothing);
+    `rope` describes the gradients of query and key after RoPE, and the tables (what it needs is dropped);
     hidden_states are `[batch, seq, hidden_size]` (`[seq, batch, hidden_size]` in layout sbhd), the weights
     `[heads * head_dim, hidden_size]` and twice `[kv_heads * head_dim, hidden_size]`.
     A None among heads, kv_heads or hidden_size: no wanted gradient depends on it.
@@ -111,8 +119,13 @@ class QkvSpec:
     needs: tuple[str, ...] = QKV_WEIGHTS
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rope, RopeSpec):
+            raise SpecError(f"rope must be a ropegrad.RopeSpec, got {type(self.rope).__name__}")
         judge_word("precision", self.precision, PRECISIONS)
-        judge_needs(self.needs, QKV_NEEDS)
+        object.__setattr__(self, "hidden_size", judge_size("hidden_size", self.hidden_size, optional=True))
+        object.__setattr__(self, "needs", judge_needs(self.needs, QKV_NEEDS))
+        if self.rope.needs:
+            object.__setattr__(self, "rope", replace(self.rope, needs=()))
 
     @property
     def namespace(self) -> str:
@@ -172,12 +185,17 @@ def whole(option: str, value: Any) -> int:
         raise SpecError(f"{option}={value!r} is no whole number: pass an int") from None
 
 
-def judge_size(name: str, size: object, *, optional: bool = False) -> None:
-    """SpecError unless the size is a whole number, 0 or more, or None where the side may be absent."""
+def judge_size(name: str, size: Any, *, optional: bool = False) -> int | None:
+    """The size as an int, or None where the side may be absent; SpecError unless it is 0 or more."""
     if size is None and optional:
-        return
-    if not isinstance(size, int) or size < 0:
+        return None
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise SpecError(f"{name}={size!r} must be a whole number, 0 or more")
+    return number
 
 
 def judge_words(layout: str, pairing: str, table: str, adjoint: str) -> None:
@@ -195,13 +213,29 @@ def judge_flag(option: str, value: object) -> bool:
     return bool(value)
 
 
-def judge_needs(given: tuple[str, ...], allowed: tuple[str, ...]) -> None:
-    """SpecError unless these are names of inputs, each once."""
+def judge_needs(given: Iterable[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of inputs, in the order of the result; SpecError unless they are known and each stands once."""
+    given = names_of(given)
     for name in given:
         if name not in allowed:
             raise SpecError(f"needs has {name!r}: it must name some of {', '.join(allowed)}")
         if given.count(name) > 1:
             raise SpecError(f"needs names {name!r} more than once")
+    return tuple(name for name in allowed if name in given)
+
+
+def names_of(needs: Iterable[str]) -> tuple[str, ...]:
+    """The names as a tuple of strings; SpecError for anything else."""
+    if isinstance(needs, str):
+        raise SpecError(f"needs={needs!r} is a string: pass a tuple such as ({needs!r},)")
+    try:
+        names = tuple(needs)
+    except TypeError:
+        raise SpecError(f"needs={needs!r} is no tuple of names") from None
+    for name in names:
+        if not isinstance(name, str):
+            raise SpecError(f"needs has {name!r}: it must hold names of inputs")
+    return names
 
 
 def judge_dtype(name: str, dtype: str) -> None:

@@ -1,10 +1,13 @@
 """What `explain` says is what happens; a backend that cannot keep a promise says why; nothing falls back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import need
 
 import ropegrad as rg
+from ropegrad.backends.numpy_tiled import SMALL
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.draws import make_case
 from ropegrad.verify.runners import to_namespace
@@ -28,7 +31,9 @@ def test_numpy_arrays_go_to_the_tiled_backend():
     assert said.backend == "numpy_tiled"
     assert "portable" in said.why_not
     assert "numpy_tiled is preferred" in str(said)
-    assert "computing in float32" in str(said)
+    assert "all heads at once, computing in float32" in str(said)
+    larger = make_case(replace(ROPE.spec, seq=SMALL), 1)
+    assert "tiles of 1 x " in str(rg.explain("rope_backward", *arrays(larger), backend="numpy_tiled"))
 
 
 def test_a_forced_backend_is_the_one_that_runs():

@@ -10,7 +10,7 @@ import pytest
 
 import ropegrad as rg
 from ropegrad.repeats import Last, key_of
-from ropegrad.spec import RopeSpec
+from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.draws import make_case
 from ropegrad.verify.runners import options
 
@@ -140,3 +140,32 @@ def test_what_cannot_be_known_is_not(out):
 def test_a_plan_of_something_else_is_refused(make, spec):
     with pytest.raises(rg.SpecError, match=f"spec must be a ropegrad.*got {type(spec).__name__}"):
         make(spec)
+
+
+def test_a_spec_is_kept_in_the_order_of_the_result_and_knows_what_is_there():
+    assert replace(SPEC, needs=["sin", "q"]).needs == ("q", "sin")
+    assert replace(SPEC, kv_heads=None).needs == ("q", "cos", "sin")
+    assert replace(SPEC, batch=np.int64(2)).batch == 2
+    inner = QkvSpec(rope=SPEC, hidden_size=8, needs=("v_weight", "q_weight"))
+    assert inner.rope.needs == ()
+    assert inner.needs == ("q_weight", "v_weight")
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda: replace(SPEC, kv_heads=None, needs=("k",)), "no heads of k"),
+        (lambda: replace(SPEC, needs=3), "no tuple of names"),
+        (lambda: replace(SPEC, needs="q"), "is a string"),
+        (lambda: replace(SPEC, batch=1.0), "batch=1.0 must be a whole number"),
+        (lambda: QkvSpec(rope=None, hidden_size=8), "rope must be a ropegrad.RopeSpec, got NoneType"),
+        (lambda: QkvSpec(rope=SPEC, hidden_size=-3), "hidden_size=-3 must be a whole number"),
+        (
+            lambda: rg.plan_qkv_rope_backward(QkvSpec(rope=replace(SPEC, adjoint="paired"), hidden_size=8)),
+            "rope.adjoint is 'paired'",
+        ),
+    ],
+)
+def test_a_spec_that_no_call_could_have_is_refused(make, wanted):
+    with pytest.raises(rg.SpecError, match=wanted):
+        make()

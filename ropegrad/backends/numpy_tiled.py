@@ -59,6 +59,8 @@ class NumpyTiled:
         geometry = spec if isinstance(spec, RopeSpec) else spec.rope
         schedule = self._schedule(geometry)
         tile = schedule[0][0] if schedule else Tile(slice(0, 0), slice(0, 0))
+        if isinstance(spec, RopeSpec) and is_small(spec, inputs):
+            return [f"all heads at once, computing in {geometry.compute}: NumPy's calls are the cost"]
         lines = [
             f"tiles of {tile.batch.stop} x {tile.tokens.stop} tokens on {self._workers(geometry, schedule)} "
             f"threads, computing in {geometry.compute}; any strides are read and written in place"
@@ -71,7 +73,7 @@ class NumpyTiled:
     def rope_backward(self, spec: RopeSpec, inputs: Inputs, out: Outputs | None) -> Outputs:
         """Gradients of RoPE; see `ropegrad.rope_backward`."""
         results = out if out is not None else _allocate(spec)
-        if spec.batch and channels(spec) <= SMALL and inputs.keys() >= NEEDED:
+        if is_small(spec, inputs):
             small_rope_backward(spec, inputs, results)
             return results
         kernel = RopeBackward(spec, inputs, results)
@@ -131,6 +133,11 @@ class NumpyTiled:
 
     def _limit(self, spec: RopeSpec) -> int:
         return self.threads or (1 if channels(spec) < PARALLEL else cores())
+
+
+def is_small(spec: RopeSpec, inputs: Inputs) -> bool:
+    """Whether `numpy_small` does it: with all inputs there, and few channels."""
+    return bool(spec.batch) and channels(spec) <= SMALL and inputs.keys() >= NEEDED
 
 
 def _allocate(spec: RopeSpec) -> Outputs:
