@@ -368,3 +368,18 @@ def test_parts_of_one_buffer_serve_as_inputs_and_outputs_of_qkv(backend, layout)
     assert all(same_bits(got, expected).values())
     assert np.isnan(buffer[[0, -1]]).all()
     assert np.isnan(buffer).sum() == 2 * 5
+
+
+def test_in_place_where_an_axis_of_one_has_another_stride():
+    rng = np.random.default_rng(1)
+    grad, x = rng.standard_normal((2, 2, 3, 4), dtype=np.float32)
+    q, k = (
+        rng.standard_normal((1, 2, 3, 4), dtype=np.float32),
+        rng.standard_normal((1, 2, 3, 4), dtype=np.float32),
+    )
+    cos, sin = rng.standard_normal((2, 3, 4), dtype=np.float32)
+    right = rg.rope_backward(grad[None], x[None].copy(), q, k, cos, sin)
+    out = (grad.reshape(1, 2, 3, 4), np.empty_like(k), np.empty_like(cos), np.empty_like(sin))
+    assert grad[None].strides != out[0].strides
+    got = rg.rope_backward(grad[None], x[None].copy(), q, k, cos, sin, out=out)
+    assert all(np.array_equal(a, b) for a, b in zip(got, right, strict=True))

@@ -120,6 +120,15 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, capsys, tmp_path)
     assert "name files of records" in capsys.readouterr().out
 
 
+def test_a_file_without_records_is_left_out_beside_others(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    right(Path("r.jsonl"))
+    Path("campaign.jsonl").write_text('{"examples": 3}\n')
+    assert run("r.jsonl", "campaign.jsonl", "-o", "out", monkeypatch=monkeypatch) == 0
+    assert "campaign.jsonl holds no records of times: left out" in capsys.readouterr().out
+    assert run("campaign.jsonl", "-o", "other", monkeypatch=monkeypatch) == 2
+
+
 # ---- tables ------------------------------------------------------------------------------------------------
 
 

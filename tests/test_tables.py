@@ -170,7 +170,9 @@ BAD = [
     ({"rotary_dim": 4.0}, "rotary_dim=4.0 is no whole number: pass an int"),
     ({"rotary_dim": None}, "rotary_dim=None is no whole number: pass an int"),
     *(({"base": base}, f"base must be a positive number, got {base!r}")
-      for base in (0.0, -1.0, math.nan, math.inf, 5e-324, 10**400, "10000", None)),
+      for base in (0.0, -1.0, math.nan, math.inf, 5e-324, 10**400, "10000", None, True)),
+    ({"positions": np.array(3)}, r"positions have shape \(\): they must be \[S\] or \[B, S\]"),
+    ({"positions": np.ones((1, 2, 3))}, r"positions have shape \(1, 2, 3\): they must be"),
     ({"table": "both"}, "table='both' is unknown: it must be one of 'full', 'half'"),
     ({"pairing": None}, "pairing=None is unknown: it must be one of 'half', 'interleaved'"),
     ({"dtype": np.float32}, "dtype=.* is unknown: it must be one of 'float16', 'bfloat16'"),
