@@ -77,6 +77,11 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 yield Step(f"{tool} {name}", name, small, sanitizer)
     yield from _tensor_steps(stage)
     yield from _shape_steps(stage, out, stem)
+    if stage == "tests":
+        yield Step("tests targets", "target", (*PYTEST, "tests/test_faults_gpu.py", "-k", "on_a_gpu"))
+    elif stage == "verify":
+        known = ("analysis/known_kernels.py", str(out / f"known-kernels-{stem}.json"))
+        yield Step("known kernels", "target", known)
     if stage == "time":
         for suite in (*sorted(TIMED, key="qkv".__eq__), "limits"):  # the projections take longest
             timed = (
