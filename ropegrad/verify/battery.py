@@ -134,6 +134,8 @@ HEADS = (
     (14, 2), (15, 5), (16, 16), (20, 4), (20, 20), (24, 8), (28, 4), (32, 8), (36, 36), (40, 8), (40, 40),
     (48, 8), (56, 8), (64, 8), (71, 1), (96, 8), (128, 16),
 )  # fmt: skip
+BATCHES = (3, 4, 5, 7, 8, 16, 32)
+TOKENS = (32, 96, 128, 256, 512, 1024, 2048)  # of one small head: a kernel may choose its tiles by them
 _ROPE = [
     _rope("the smallest", **_ONE, seq=1, head_dim=2),
     _rope("one token of two pairs", **_ONE, seq=1, head_dim=4),
@@ -144,7 +146,10 @@ _ROPE = [
     _rope("real tables, whole numbers", values="coded", tables="llama3"),
     *[_rope(f"{n} tokens", seq=n, batch=1) for n in (2, 13, 16, 17, 31, 33, 64, 65, 127, 129)],
     *[_rope(f"{n} tokens", **_ONE, seq=n, head_dim=4) for n in (301, 1031, 4099)],
+    *[_rope(f"{n} tokens, one head", **_ONE, seq=n, head_dim=4) for n in TOKENS],
+    *[_rope(f"{n} batches", batch=n, heads=2, kv_heads=1, seq=2, head_dim=4) for n in BATCHES],
     *[_rope(f"GQA ratio {n}", heads=2 * n) for n in (1, 3, 4, 8)],
+    *[_rope(f"GQA ratio {n}, few channels", heads=2 * n, **_SHORT) for n in (16, 32)],
     _rope("33 heads, 11 of k", heads=33, kv_heads=11),
     *[_rope(f"{n} heads, {m} of k", heads=n, kv_heads=m, **_SHORT) for n, m in HEADS],
     _rope("scaled tables, far positions", tables="far", values="scales"),
@@ -159,7 +164,10 @@ _QKV = [
     _qkv("whole numbers that tell their index", 8, values="coded"),
     _qkv("real tables", 16, values="coded", tables="base10000"),
     *[_qkv(f"{n} tokens", 12, seq=n, batch=1) for n in (2, 13, 16, 17, 33, 65)],
+    *[_qkv(f"{n} tokens, one head", 4, **_ONE, seq=n, head_dim=4) for n in TOKENS],
+    *[_qkv(f"{n} batches", 4, batch=n, heads=2, kv_heads=1, seq=2, head_dim=4) for n in BATCHES],
     *[_qkv(f"GQA ratio {n}", 12, heads=2 * n) for n in (1, 3, 4, 8)],
+    *[_qkv(f"GQA ratio {n}, few channels", 6, heads=2 * n, **_SHORT) for n in (16, 32)],
     *[_qkv(f"{n} heads, {m} of k", 6, heads=n, kv_heads=m, **_SHORT) for n, m in HEADS],
     _qkv("sparse probe, longer", 32, values="sparse", seq=33, head_dim=32),
     _qkv("one token: sums of one product", 24, values="sparse", **_ONE, seq=1, head_dim=16),

@@ -70,7 +70,7 @@ def recipes(contract: Contract, domain: Domain = Domain()) -> st.SearchStrategy[
     return _recipes(
         contract, domain,
         st.sampled_from((*widths[:4] * max(1, len(widths) // 4), *widths)),  # small ones in half of them
-        st.sampled_from(domain.gqa or (1, 2, 3, 4, 5, 6, 7, 8, 33)),
+        st.sampled_from(domain.gqa or (1, 2, 3, 4, 5, 6, 7, 8, 16, 33)),
         st.integers(0, 15 if domain.empty == "yes" else 14),
         st.integers(0, max(widths) // 2) if domain.rotary == "any" else st.nothing(),
     )  # fmt: skip
@@ -101,7 +101,8 @@ def _recipes(
 
 
 # What goes together is drawn at once: every draw costs Hypothesis as much as a call of a small target.
-_SIZES = st.sampled_from(list(product(ELEMENTS, (1, 2, 3, 5, 8), (1, 2, 3))))  # elements, k's heads, batches
+# Elements, k's heads, batches:
+_SIZES = st.sampled_from(list(product(ELEMENTS, (1, 2, 3, 5, 8), (1, 2, 3, 4, 8))))
 _TOKENS = st.sampled_from((*TOKENS, 0))  # 0: as many as heads
 _HIDDEN = st.sampled_from((1, 2, 3, 8, 17, 64))
 _TABLES = ("normal", "equal", "llama3", "base10000", "far", "scaled", "benchmark", "nonfinite")

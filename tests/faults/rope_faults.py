@@ -414,6 +414,32 @@ def twelve_heads(*arrays):
     return results
 
 
+@planted(WRONG)
+def eight_batches(*arrays):
+    """As of a kernel that is launched over fewer batches than there are."""
+    results = rope_backward(*arrays)
+    results[0][7:] = 0
+    return results
+
+
+@planted(WRONG)
+def ratio_of_sixteen(*arrays):
+    """As of a kernel that holds the heads of a group in a fixed number of registers."""
+    results = rope_backward(*arrays)
+    if arrays[0].shape[1] == 16 * arrays[1].shape[1]:
+        results[2][..., -1] = 0
+    return results
+
+
+@planted(WRONG)
+def five_hundred_and_twelve_tokens(*arrays):
+    """As of a kernel that has a path of its own for whole tiles."""
+    results = rope_backward(*arrays)
+    if arrays[0].shape[2] == 512:
+        results[0][:, :, -1] = 0
+    return results
+
+
 def flat(x):
     """The elements from the first address on, as a kernel reads them that takes no strides."""
     return np.lib.stride_tricks.as_strided(
