@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import ropegrad as rg
 from ropegrad.backends.cupy_tensor import CupyTensor
 from ropegrad.backends.qkv_instance import ENTRIES, Instance
-from ropegrad.backends.qkv_launch import OPERANDS
+from ropegrad.backends.qkv_launch import OPERANDS, Fill, Placed, Room, prepare
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify import bounds
 from ropegrad.verify.cases import qkv_edge_cases
@@ -279,3 +279,19 @@ def test_what_it_cannot_do_it_says():
     assert "float64" in why_not(replace(cupy, rope=replace(cupy.rope, table_dtype="float64")))
     assert "projections" in why_not(cupy.rope)
     assert "rows" in why_not(replace(cupy, hidden_size=1 << 31))
+
+
+def test_no_fill_crosses_from_one_output_into_its_neighbour():
+    """The weights' gradients of no tokens may be allocations of their own that happen to touch."""
+    rope = replace(SPEC.rope, seq=0)
+    spec, outputs, at = replace(SPEC, rope=rope), {}, 1 << 20
+    for name in spec.needs:
+        shape, _ = spec.output(name)
+        outputs[f"grad_{name}"] = Placed(
+            at, shape, tuple(4 * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+        )
+        at += 4 * int(np.prod(shape))
+    filled = {step.address: step.size for step in prepare(spec, outputs, Room(256, 256), 1).steps
+              if isinstance(step, Fill) and step.address >= 1 << 20}  # fmt: skip
+    weights = [outputs[f"grad_{part}_weight"] for part in "qkv"]
+    assert filled == {one.address: 4 * int(np.prod(one.shape)) for one in weights}

@@ -169,7 +169,8 @@ class _Problem:
     def _runs(self, parts: tuple[str, ...]) -> list[tuple[int, int, Placed, bool]]:
         """First column of D, rows, output, and whether its product stands aside, for one product each.
 
-        Neighbours in D whose outputs are neighbours in memory are one.
+        Neighbours in D whose outputs are neighbours in memory are one. Not where all that is done is to fill
+        them with zeros: CUDA refuses to fill across allocations, though a kernel may write there.
         """
         runs: list[tuple[int, int, Placed, bool]] = []
         column = 0
@@ -177,7 +178,13 @@ class _Problem:
             rows, need = self.spec.rows(part), f"{part}_weight"
             if need in self.spec.needs:
                 out, aside = self.arrays[f"grad_{need}"], need in self.aside
-                if runs and not aside and not runs[-1][3] and sum(runs[-1][:2]) == column:
+                if (
+                    self.spec.tokens
+                    and runs
+                    and not aside
+                    and not runs[-1][3]
+                    and sum(runs[-1][:2]) == column
+                ):
                     first, before, start, _ = runs[-1]
                     if start.address + 4 * before * self._columns == out.address:
                         runs[-1] = (first, before + rows, start, False)
