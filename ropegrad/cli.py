@@ -177,6 +177,10 @@ def verify(
         return terminal.verify(Screen(), suite or "all", backend, quick=quick, json_file=json)
     screen = Screen()
     try:
+        if quick or backend is not None:
+            raise ropegrad.SpecError(
+                "--quick and --backend are of ropegrad's own backends: leave TARGET away"
+            )
         facts = (judged or Judged()).facts()
     except ropegrad.SpecError as error:
         return target_terminal.refuse(screen, error)
@@ -234,11 +238,12 @@ def fuzz(
         facts = (judged or Judged()).facts()
         if jobs < 1:
             raise ropegrad.SpecError(f"--jobs {jobs}: at least one process must look")
+        tries = 1000 if examples is None and minutes is None else examples
+        effort = fuzz_terminal.Effort(
+            examples=tries, minutes=minutes, jobs=jobs, database=database, seed=seed
+        )
     except ropegrad.SpecError as error:
         return target_terminal.refuse(screen, error)
-    if examples is None and minutes is None:
-        examples = 1000
-    effort = fuzz_terminal.Effort(examples=examples, minutes=minutes, jobs=jobs, database=database, seed=seed)
     reports = target_terminal.Reports(json=json, junit=junit, repro=repro)
     return fuzz_terminal.fuzz(screen, target, *facts, effort, reports)[0]
 

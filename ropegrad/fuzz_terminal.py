@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ropegrad.errors import SpecError
+from ropegrad.spec import judge_positive
 from ropegrad.target_terminal import Limits, Reports, refuse, show, show_heading
 from ropegrad.verify.campaign import Jobs, diary, earlier_runs, note_run
 from ropegrad.verify.domain import Domain
@@ -35,6 +36,10 @@ class Effort:
     jobs: int = 1
     database: Path = Path(".hypothesis")
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        judge_positive("examples", self.examples)
+        judge_positive("minutes", self.minutes)
 
     @property
     def seconds(self) -> float | None:

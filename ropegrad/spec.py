@@ -213,6 +213,12 @@ def judge_flag(option: str, value: object) -> bool:
     return bool(value)
 
 
+def judge_positive(option: str, number: float | None) -> None:
+    """SpecError for 0, less, and NaN; None is no number and may be."""
+    if number is not None and not number > 0:
+        raise SpecError(f"{option}={number!r} must be positive")
+
+
 def judge_needs(given: Iterable[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
     """Names of inputs, in the order of the result; SpecError unless they are known and each stands once."""
     given = names_of(given)

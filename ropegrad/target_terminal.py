@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ropegrad import target_report
 from ropegrad.errors import SpecError
+from ropegrad.spec import judge_positive
 from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite, table_shapes
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import INTERRUPTED, Broken, Examination, examine
@@ -34,6 +35,10 @@ class Limits:
 
     timeout: float = 30.0
     memory: float = 8.0
+
+    def __post_init__(self) -> None:
+        judge_positive("timeout", self.timeout)
+        judge_positive("memory", self.memory)
 
     @property
     def nbytes(self) -> int:

@@ -45,6 +45,13 @@ def own_sine(grad_q_embed, grad_k_embed, q, k, cos, sin):
     return grad_q, grad_k, grad_cos, grad_sin
 
 
+def channel_37(*arrays):
+    """Wrong in heads of more than 37 channels, whatever the tables."""
+    results = rope_backward(*arrays)
+    results[0][..., 37:38] *= 1.001
+    return results
+
+
 def qkv_backward(grad_query, grad_key, grad_value, hidden_states, q_weight, k_weight, v_weight, cos, sin):
     def rows(grad):
         return grad.transpose(0, 2, 1, 3).reshape(-1, grad.shape[1] * grad.shape[3])

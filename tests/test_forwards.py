@@ -118,6 +118,7 @@ def test_wrong_torch_forwards_are_named(kernels):
 def test_torch_backward_functions(kernels):
     contract = Contract(arrays="torch")
     assert_gradients(kernels.backward, contract=contract, domain=SMALL)
+    assert_gradients(kernels.negative_bit, contract=contract, domain=SMALL)
     assert "input mutated" in messages(kernels.overwrites, contract=contract, domain=SMALL)
     assert "not an array of torch" in messages(kernels.numpy_results, contract=contract, domain=SMALL)
 

@@ -66,6 +66,20 @@ def test_a_wrong_function_is_named_with_its_fault_and_its_excuse(monkeypatch, ca
     assert status == 0, printed
 
 
+def test_no_domain_is_an_excuse_where_the_same_problems_fail_in_it(monkeypatch, capsys):
+    status, printed = verify("channel_37", monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1
+    assert "--tables equal-halves" not in printed
+    assert "--max-tokens" not in printed
+    assert "no fault was seen inside the domain --head-dim" in printed
+
+
+@pytest.mark.parametrize(("option", "number"), [("--examples", "0"), ("--minutes", "-1")])
+def test_a_search_of_nothing_is_refused(option, number, monkeypatch, capsys):
+    assert run("fuzz", f"{FILE}:rope_backward", option, number, monkeypatch=monkeypatch) == 2
+    assert "must be positive" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("target", "options", "reason"),
     [
@@ -81,6 +95,9 @@ def test_a_wrong_function_is_named_with_its_fault_and_its_excuse(monkeypatch, ca
         (f"{FILE}:rope_backward", ("--head-dim", "7"), "rotary width must be even"),
         (f"{FILE}:rope_backward", ("--max-tokens", "0", "--empty", "no"), "no problem lies in this domain"),
         (f"{FILE}:rope_backward", ("--needs", "value"), "needs='value' is unknown"),
+        (f"{FILE}:rope_backward", ("--timeout", "0"), "timeout=0.0 must be positive"),
+        (f"{FILE}:rope_backward", ("--memory", "-1"), "memory=-1.0 must be positive"),
+        (f"{FILE}:rope_backward", ("--quick",), "--quick and --backend are of ropegrad's own"),
     ],
 )
 def test_what_cannot_be_judged_has_status_2(target, options, reason, monkeypatch, capsys):

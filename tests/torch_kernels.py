@@ -76,6 +76,12 @@ class Layer(torch.nn.Module):
         return *rope(heads(q_weight), heads(k_weight), cos, sin), heads(v_weight)
 
 
+def negative_bit(*arrays):
+    """Right; the first result is a view that PyTorch negates when it is read."""
+    first, *others = backward(*arrays)
+    return torch._neg_view(-first), *others
+
+
 def backward(grad_q_embed, grad_k_embed, q, k, cos, sin):
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
 

@@ -12,7 +12,7 @@ from ropegrad.verify.battery import size
 from ropegrad.verify.case import Case, NumpyArray
 from ropegrad.verify.confusions import CONFUSIONS
 from ropegrad.verify.diagnosis import diagnose, is_small
-from ropegrad.verify.domain import Domain, excuses
+from ropegrad.verify.domain import Domain, doubts, excuses
 from ropegrad.verify.properties import property_faults
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.ruling import FLUSHES, LOW, ROUNDS, RULES, WRONG, Fault
@@ -97,6 +97,12 @@ def examine(
             continue
         progress(recipe.name or str(recipe))
         seen.trials.append(attempt(runner, recipe))
+    failed = sorted((trial.recipe for trial in seen.trials if trial.faults), key=size)
+    passed = [trial.recipe for trial in seen.trials if trial.status == "right"]
+    for recipe in doubts(runner.contract, domain, failed, passed):
+        if not _enough(seen.trials):
+            progress(recipe.name or str(recipe))
+            seen.trials.append(attempt(runner, recipe))
     if not _enough(seen.trials):
         for recipe in beyond:
             progress(f"outside the domain: {recipe.name or recipe}")

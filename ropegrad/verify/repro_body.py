@@ -124,7 +124,7 @@ def as_given(x: Any, arrays: str, device: str, memory: Any = None) -> tuple[Any,
 def as_numpy(x: Any) -> Any:
     """The numbers of an array, wherever it is; the same memory if it is NumPy's or PyTorch's on the CPU."""
     if hasattr(x, "detach"):
-        x = x.detach().cpu()
+        x = x.detach().cpu().resolve_conj().resolve_neg()
         if str(x.dtype) == "torch.bfloat16":
             return x.view(importlib.import_module("torch").int16).numpy().view(number_type("bfloat16"))
         return x.numpy()

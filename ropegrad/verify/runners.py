@@ -121,7 +121,7 @@ def to_numpy(x: Array) -> NumpyArray:
     """Any CPU array as NumPy; computes what is lazy."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        x = x.detach().cpu()
+        x = x.detach().cpu().resolve_conj().resolve_neg()  # views that are negated when they are read
         if x.dtype == torch.bfloat16:
             x = x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         else:
