@@ -369,6 +369,27 @@ def test_flushing_subnormals_is_a_contract_of_its_own(scales: tuple[int, int, in
     assert max(worst(case, with_own_sine(case), flushes_subnormals=True).values()) > 0.5
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "scales"),
+    [(("float32", "float64"), (-127, -127, 0)), (("float64", "bfloat16"), (-127, 0, -127))],
+)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_is_flushed_is_below_the_smallest_number_of_its_own_dtype(
+    dtypes: tuple[str, str], scales: tuple[int, int, int], accumulate: bool
+) -> None:
+    """float32 that is widened to float64 is flushed as float32, its results too: what XLA does."""
+    dtype, table_dtype = dtypes
+    case = rope_case(7, scales, dtype=dtype, table_dtype=table_dtype, seq=16, accumulate=accumulate)
+
+    def own(arrays: dict[str, Any]) -> dict[str, Any]:
+        floors = {n: 2.0**-1022 if a.dtype == np.float64 else 2.0**-126 for n, a in arrays.items()}
+        return {n: np.where(np.abs(a) < floors[n], a * 0, a) for n, a in arrays.items()}
+
+    got = own(rope_kernel(replace(case, inputs=own(case.inputs), prior=own(case.prior))))
+    assert max(worst(case, got).values()) > 1
+    assert max(worst(case, got, flushes_subnormals=True).values()) <= 1
+
+
 def test_channels_that_pass_through_are_compared_bit_for_bit() -> None:
     case = rope_case(6, head_dim=8, rotary_dim=4, needs=("q", "k"))
     case.inputs["grad_q_embed"][0, 0, 0, 4:7] = [-0.0, np.nan, -np.inf]

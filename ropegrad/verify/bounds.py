@@ -70,9 +70,10 @@ def bounds(
     """The largest |got - exact| of a right result, for every output element (float64).
 
     Counts the oracle's own error. 0 where the result must be exact. The options widen it for two
-    contracts of other people's code: *flushes subnormals* (inputs, products and sums below the smallest
-    normal number of the compute dtype become 0) and *rounds at every step* (every array operation's
-    result goes through the output's dtype, as in eager half-precision code).
+    contracts of other people's code: *flushes subnormals* (products and sums below the smallest normal
+    number of the compute dtype become 0, inputs and results below their own dtype's, float16's excepted)
+    and *rounds at every step* (every array operation's result goes through the output's dtype, as in
+    eager half-precision code).
     """
     results = {}
     with np.errstate(over="ignore", invalid="ignore"):
@@ -89,8 +90,12 @@ def _compute(case: Case) -> Format:
 
 
 def _storage(case: Case, name: str) -> Format:
+    return FORMATS[_stored_dtype(case, name)]
+
+
+def _stored_dtype(case: Case, name: str) -> str:
     spec = rope_geometry(case)
-    return FORMATS[spec.table_dtype if name in ("grad_cos", "grad_sin") else spec.dtype]
+    return spec.table_dtype if name in ("grad_cos", "grad_sin") else spec.dtype
 
 
 def _stored(error: Floats, output: Expected, compute: Format, storage: Format) -> Floats:
@@ -110,7 +115,7 @@ def _error(case: Case, name: str, output: Expected, flushes: bool) -> Floats:
         assert isinstance(case.spec, QkvSpec)
         error = _product_error(case.spec, output.product)
         if flushes:
-            error += _product_flush(output.product, _compute(case))
+            error += _product_flush(case, name, output.product)
         error = error.reshape(output.value.shape)
         if case.spec.accumulate:
             prior = np.abs(case.prior[name].astype(np.float64))
@@ -232,32 +237,47 @@ def _prior_factor(spec: QkvSpec, output: Expected) -> Any:
 # ---- other people's contracts --------------------------------------------------------------------------
 
 
+# Flushed below: the smallest normal number. float16's subnormals are normal in float32, and CPUs and GPUs
+# convert them as they are.
+_FLUSHED = {dtype: 0.0 if dtype == "float16" else form.tiny for dtype, form in FORMATS.items()}
+
+
 def _sum_flush(case: Case, name: str, output: Expected) -> Any:
-    """A flushed factor loses less than tiny·|other factor|; a flushed product or sum less than tiny."""
-    tiny = _compute(case).tiny
+    """What flushed factors lose, and less than tiny for every flushed product or sum."""
+    spec = rope_geometry(case)
     assert output.bilinear is not None
-    operations = (5 if name.endswith("_bias") else 2) * output.depth + 2 * rope_geometry(case).accumulate
-    return tiny * (_others(output.bilinear, tiny) + operations)
+    other = spec.dtype if name in ("grad_cos", "grad_sin") else spec.table_dtype
+    operations = (5 if name.endswith("_bias") else 2) * output.depth
+    lost = _lost(output.bilinear, spec.dtype, other) + operations * _compute(case).tiny
+    return lost + _end_flush(case, name)
 
 
-def _product_flush(product: Product, compute: Format) -> Any:
-    tiny = compute.tiny
-    rotated = (_others(product.sums, tiny) + 4) @ product.size
-    factors = np.abs(product.left) @ _subnormal(product.right, tiny)
-    return tiny * (rotated + factors + 2 * product.left.shape[1] + 2)
+def _product_flush(case: Case, name: str, product: Product) -> Any:
+    spec, tiny = rope_geometry(case), _compute(case).tiny
+    rotated = (_lost(product.sums, spec.dtype, spec.table_dtype) + 4 * tiny) @ product.size
+    factors = np.abs(product.left) @ _flushed(product.right, spec.dtype)
+    return rotated + factors + 2 * product.left.shape[1] * tiny + _end_flush(case, name)
 
 
-def _others(sums: Any, tiny: float) -> Floats:
-    """Σ|other factor| over the terms with a subnormal factor."""
-    left = sums(np.abs, lambda b: _subnormal(b, tiny))
-    right = sums(lambda a: _subnormal(a, tiny), np.abs)
+def _end_flush(case: Case, name: str) -> float:
+    """The prior content and the sum with it; the result where a narrower dtype's floor is the higher one."""
+    tiny, floor = _compute(case).tiny, _FLUSHED[_stored_dtype(case, name)]
+    return rope_geometry(case).accumulate * (floor + tiny) + (floor if floor > tiny else 0.0)
+
+
+def _lost(sums: Any, upstream: str, other: str) -> Floats:
+    """Σ|a·b| over the terms with a factor that is flushed; given the dtypes of both."""
+    left = sums(lambda a: _flushed(a, upstream), np.abs)
+    right = sums(np.abs, lambda b: _flushed(b, other))
     total: Floats = left + right
     return total
 
 
-def _subnormal(array: Floats, tiny: float) -> Floats:
-    subnormal: Floats = ((array != 0) & (np.abs(array) < tiny)).astype(np.float64)
-    return subnormal
+def _flushed(array: Floats, dtype: str) -> Floats:
+    """The magnitudes that flushing turns into 0, elsewhere 0."""
+    size = np.abs(array)
+    lost: Floats = np.where(size < _FLUSHED[dtype], size, 0.0)
+    return lost
 
 
 def _step_error(case: Case, name: str, output: Expected) -> Floats:
