@@ -33,7 +33,8 @@ struct Scale {
     DEVICE float of(float x) const { return times(times(x, once), twice); }
 };
 
-// The maxima of a warp's columns, V words a lane; lanes trade so that neighbours write neighbours.
+// The maxima of a warp's columns, V words a lane; lanes trade so that neighbours write neighbours. Most are no
+// news, and reading costs less than raising.
 template <int V> DEVICE void add_columns(
     unsigned* maxima, unsigned column, const unsigned* found, unsigned (&shared)[32 * V]) {
     const unsigned lane = threadIdx.x % 32;
@@ -44,7 +45,8 @@ template <int V> DEVICE void add_columns(
     for (int i = 0; i < V; ++i) {
         const unsigned at = i * 32 + lane, largest = shared[at];
         const unsigned start = __shfl_sync(0xffffffffu, column, at / V);
-        if (largest) raise(maxima + start + at % V, largest);
+        unsigned* to = maxima + start + at % V;
+        if (largest > __ldcg(to)) raise(to, largest);
     }
     __syncwarp();
 }

@@ -107,6 +107,7 @@ template <class Operand> DEVICE int guess(const unsigned (&samples)[SAMPLERS / 3
 struct Range { unsigned largest, smallest; };  // of nonzero maxima; NOTHING where there are none
 
 constexpr unsigned ACCESS = 128;  // words that a warp reads at once: each array is whole ones
+constexpr int AT_ONCE = 8;        // accesses of a warp in flight
 
 DEVICE unsigned index_of(const Arguments& a, const unsigned* maxima) {
     return static_cast<unsigned>(maxima - a.d_rows) / ACCESS;
@@ -121,24 +122,34 @@ DEVICE void ranges_of(const Arguments& a, Range (&ranges)[6]) {
     const unsigned ends[5] = {index_of(a, a.d_columns), index_of(a, a.x_columns), index_of(a, a.w_columns),
                               index_of(a, a.x_rows), index_of(a, a.w_rows)};
     const unsigned all = index_of(a, a.done);
-    #pragma unroll 4
-    for (unsigned i = threadIdx.x / 32; i < all; i += warps) {
-        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(a.d_rows) + (i * 32 + lane));
-        const unsigned bits[4] = {four.x, four.y, four.z, four.w};
-        unsigned largest = 0, smallest = 0;
+    #pragma unroll 1
+    for (unsigned start = threadIdx.x / 32; start < all; start += warps * AT_ONCE) {
+        uint4 fours[AT_ONCE];
         #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            largest = most(largest, bits[k]);
-            smallest = most(smallest, bits[k] ? ~bits[k] : 0);
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const unsigned i = start + j * warps;
+            if (i < all) fours[j] = __ldcg(reinterpret_cast<const uint4*>(a.d_rows) + (i * 32 + lane));
         }
-        largest = most_of_warp(largest);
-        smallest = most_of_warp(smallest);
-        int array = 0;
         #pragma unroll
-        for (int k = 0; k < 5; ++k) array += i >= ends[k];
-        if (lane || !largest) continue;
-        atomicMax(&shared[array][0], largest);
-        atomicMax(&shared[array][1], smallest);
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const unsigned i = start + j * warps;
+            if (i >= all) break;
+            const unsigned bits[4] = {fours[j].x, fours[j].y, fours[j].z, fours[j].w};
+            unsigned largest = 0, smallest = 0;
+            #pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                largest = most(largest, bits[k]);
+                smallest = most(smallest, bits[k] ? ~bits[k] : 0);
+            }
+            largest = most_of_warp(largest);
+            smallest = most_of_warp(smallest);
+            int array = 0;
+            #pragma unroll
+            for (int k = 0; k < 5; ++k) array += i >= ends[k];
+            if (lane || !largest) continue;
+            atomicMax(&shared[array][0], largest);
+            atomicMax(&shared[array][1], smallest);
+        }
     }
     __syncthreads();
     #pragma unroll
