@@ -2,7 +2,7 @@
 
 from ropegrad.api import Explanation, explain, qkv_rope, qkv_rope_backward, rope, rope_backward
 from ropegrad.errors import SpecError
-from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, RopeGrads, RopeOut
+from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, QkvPackedGrads, RopeGrads, RopeOut
 from ropegrad.plan import RopeGraph, RopePlan, plan_rope_backward
 from ropegrad.positions import rope_tables
 from ropegrad.qkv_plan import QkvPlan, plan_qkv_rope_backward
@@ -15,6 +15,7 @@ __all__ = [
     "QkvBiasGrads",
     "QkvGrads",
     "QkvOut",
+    "QkvPackedGrads",
     "QkvPlan",
     "QkvSpec",
     "RopeGrads",

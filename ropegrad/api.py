@@ -6,13 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ropegrad import packed
 from ropegrad.arrays import Array
 from ropegrad.backends import BACKENDS, choose, why_behind
-from ropegrad.calls import qkv_forward_spec, qkv_spec, rope_forward_spec, rope_spec
+from ropegrad.calls import by_name, qkv_forward_spec, qkv_inputs, qkv_spec, rope_forward_spec, rope_spec
 from ropegrad.errors import SpecError
-from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvOut, RopeGrads, RopeOut, judge_out
+from ropegrad.outputs import (
+    QkvBiasGrads,
+    QkvGrads,
+    QkvOut,
+    QkvPackedGrads,
+    RopeGrads,
+    RopeOut,
+    judge_out,
+    qkv_kind,
+)
 from ropegrad.repeats import Repeats, key_of
-from ropegrad.spec import QKV_BIASES, QkvSpec, RopeSpec
+from ropegrad.spec import QkvSpec, RopeSpec
 
 _REPEATS = Repeats()  # of rope_backward
 
@@ -109,12 +119,13 @@ def qkv_rope_backward(
     grad_key: Array | None,
     grad_value: Array | None,
     hidden_states: Array | None,
-    q_weight: Array | None,
-    k_weight: Array | None,
-    v_weight: Array | None,
-    cos: Array | None,
-    sin: Array | None,
+    q_weight: Array | None = None,
+    k_weight: Array | None = None,
+    v_weight: Array | None = None,
+    cos: Array | None = None,
+    sin: Array | None = None,
     *,
+    qkv_weight: Array | None = None,
     needs: Iterable[str] | None = None,
     table: str = "full",
     layout: str = "bhsd",
@@ -123,7 +134,7 @@ def qkv_rope_backward(
     out: tuple[Array | None, ...] | None = None,
     accumulate: bool = False,
     backend: str | None = None,
-) -> QkvGrads | QkvBiasGrads:
+) -> QkvGrads | QkvBiasGrads | QkvPackedGrads:
     """Gradients of the Q, K, V projections followed by RoPE on Q and K (benchmark problem 064).
 
     With dQ, dK the exact adjoint of RoPE (see `rope_backward`) applied to grad_query and grad_key, dV =
@@ -143,9 +154,14 @@ def qkv_rope_backward(
         [H·D, C], [Hkv·D, C], [Hkv·D, C]. Gradients, hidden states and weights share one dtype.
     cos, sin
         As for `rope_backward`; the gradients of the tables are not among this problem's.
+    qkv_weight
+        [(H + 2·Hkv)·D, C], rows of q, then of k, then of v, in place of the three weights: the packed form.
+        Rows in another order, such as GPT-NeoX's (q, k and v of each head together), must be gathered first:
+        w.reshape(H, 3, D, C).swapaxes(0, 1).reshape(-1, C), and back for the gradient.
     needs
         Of "hidden_states", "q_weight", "k_weight", "v_weight" (default: these four) and, only when named,
-        "q_bias", "k_bias", "v_bias".
+        "q_bias", "k_bias", "v_bias". In the packed form of "hidden_states", "qkv_weight" (default: both) and
+        "qkv_bias"; a packed name there is enough where the weight itself is not read.
     precision
         A promise about the products' accuracy: "highest" as IEEE float32, "high" as TF32, "medium" as
         bfloat16. On CPUs every one is served by IEEE arithmetic.
@@ -157,22 +173,26 @@ def qkv_rope_backward(
     QkvGrads(grad_hidden_states, grad_q_weight, grad_k_weight, grad_v_weight)
         or, where `needs` names a bias, QkvBiasGrads with grad_q_bias, grad_k_bias, grad_v_bias behind them.
         Weight gradients may be views of one buffer.
+    QkvPackedGrads(grad_hidden_states, grad_qkv_weight, grad_qkv_bias)
+        in the packed form, each in one array, rows as in qkv_weight. Its parts are written where they belong
+        in NumPy, CuPy and `out`; without `out`, the other libraries' are made one by a concatenation.
 
     Raises
     ------
     SpecError
-        (a ValueError) before any work, if the arrays or options do not fit.
+        (a ValueError) before any work, if the arrays or options do not fit, or name both qkv_weight and one
+        of its parts.
     """
-    inputs = _qkv_inputs(
-        grad_query, grad_key, grad_value, hidden_states, q_weight, k_weight, v_weight, cos, sin
-    )
-    spec = qkv_spec(
+    arrays = (grad_query, grad_key, grad_value, hidden_states, q_weight, k_weight, v_weight, cos, sin)
+    inputs = qkv_inputs(arrays, qkv_weight)
+    spec, is_packed = qkv_spec(
         inputs, needs=needs, table=table, layout=layout, pairing=pairing, precision=precision,
         accumulate=accumulate,
     )  # fmt: skip
-    kind = QkvBiasGrads if set(QKV_BIASES) & set(spec.needs) else QkvGrads
-    chosen = choose(spec, backend)
-    results = chosen.qkv_rope_backward(spec, inputs, judge_out(spec, kind._fields, out, inputs))
+    kind = qkv_kind(spec, is_packed)
+    run = choose(spec, backend).qkv_rope_backward
+    given = judge_out(spec, kind._fields, out, inputs)
+    results = packed.backward(run, spec, inputs, given) if is_packed else run(spec, inputs, given)
     return kind(*map(results.get, kind._fields))
 
 
@@ -192,7 +212,7 @@ def rope(
     Shapes, dtypes and options as for `rope_backward`; q or k may be None. Returns RopeOut(q_embed, k_embed),
     each in the shape and dtype of its input. Raises SpecError, before any work.
     """
-    inputs = _by_name(("q", "k", "cos", "sin"), (q, k, cos, sin))
+    inputs = by_name(("q", "k", "cos", "sin"), (q, k, cos, sin))
     spec = rope_forward_spec(inputs, table=table, layout=layout, pairing=pairing)
     results = choose(spec, backend).rope(spec, inputs)
     return RopeOut(*map(results.get, RopeOut._fields))
@@ -200,16 +220,19 @@ def rope(
 
 def qkv_rope(
     hidden_states: Array,
-    q_weight: Array,
-    k_weight: Array,
-    v_weight: Array,
-    cos: Array,
-    sin: Array,
+    q_weight: Array | None = None,
+    k_weight: Array | None = None,
+    v_weight: Array | None = None,
+    cos: Array | None = None,
+    sin: Array | None = None,
     *,
     head_dim: int,
+    kv_heads: int | None = None,
     q_bias: Array | None = None,
     k_bias: Array | None = None,
     v_bias: Array | None = None,
+    qkv_weight: Array | None = None,
+    qkv_bias: Array | None = None,
     table: str = "full",
     layout: str = "bhsd",
     pairing: str = "half",
@@ -219,15 +242,19 @@ def qkv_rope(
     """Q, K, V projections of the hidden states, RoPE on Q and K.
 
     Shapes, dtypes and options as for `qkv_rope_backward`; head_dim is D, the biases are [H·D], [Hkv·D] and
-    [Hkv·D]. Returns QkvOut(query, key, value) in `layout`. Raises SpecError, before any work.
+    [Hkv·D]. In the packed form, qkv_weight, qkv_bias [(H + 2·Hkv)·D] and kv_heads = Hkv take the place of
+    the weights and biases. Returns QkvOut(query, key, value) in `layout`. Raises SpecError, before any work.
     """
-    names = ("hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin", "q_bias", "k_bias", "v_bias")
-    arrays = (hidden_states, q_weight, k_weight, v_weight, cos, sin, q_bias, k_bias, v_bias)
-    inputs = _by_name(names, arrays)
+    names = ("hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin", "q_bias", "k_bias", "v_bias",
+             "qkv_weight", "qkv_bias")  # fmt: skip
+    arrays = (hidden_states, q_weight, k_weight, v_weight, cos, sin, q_bias, k_bias, v_bias,
+              qkv_weight, qkv_bias)  # fmt: skip
+    inputs = by_name(names, arrays)
     spec = qkv_forward_spec(
-        inputs, head_dim=head_dim, table=table, layout=layout, pairing=pairing, precision=precision
-    )
-    results = choose(spec, backend).qkv_rope(spec, inputs)
+        inputs, head_dim=head_dim, kv_heads=kv_heads, table=table, layout=layout, pairing=pairing,
+        precision=precision,
+    )  # fmt: skip
+    results = choose(spec, backend).qkv_rope(spec, packed.unpack(spec, inputs))
     return QkvOut(*(results[name] for name in QkvOut._fields))
 
 
@@ -249,8 +276,9 @@ class Explanation:
 def explain(operation: str, *arrays: Array | None, backend: str | None = None, **options: Any) -> Explanation:
     """Which backend and kernel a call would take, what it would copy, and why not the others.
 
-    `operation` is "rope_backward" or "qkv_rope_backward"; `arrays` and `options` are those of the call.
-    Computes nothing. Raises SpecError where the call would.
+    `operation` is "rope_backward" or "qkv_rope_backward"; `arrays` and `options` are those of the call,
+    with None at the place of each array that is absent. Computes nothing. Raises SpecError where the call
+    would.
     """
     out = options.pop("out", None)
     spec: RopeSpec | QkvSpec
@@ -261,15 +289,17 @@ def explain(operation: str, *arrays: Array | None, backend: str | None = None, *
         inputs = _rope_inputs(*arrays)
         spec, fields = rope_spec(inputs, **options), RopeGrads._fields
     elif operation == "qkv_rope_backward":
-        inputs = _qkv_inputs(*arrays)
-        spec = qkv_spec(inputs, **options)
-        fields = QkvBiasGrads._fields if set(QKV_BIASES) & set(spec.needs) else QkvGrads._fields
+        inputs = qkv_inputs(arrays, options.pop("qkv_weight", None))
+        spec, is_packed = qkv_spec(inputs, **options)
+        fields = qkv_kind(spec, is_packed)._fields
     else:
         raise SpecError(
             f"operation {operation!r} is unknown: it must be 'rope_backward' or 'qkv_rope_backward'"
         )
     chosen = choose(spec, backend)
     judge_out(spec, fields, out, inputs)
+    if isinstance(spec, QkvSpec):
+        inputs = packed.unpack(spec, inputs)
     why_not = {}
     for other in BACKENDS:
         if other.name != chosen.name:
@@ -280,15 +310,4 @@ def explain(operation: str, *arrays: Array | None, backend: str | None = None, *
 
 
 def _rope_inputs(*arrays: Array | None) -> dict[str, Array]:
-    return _by_name(("grad_q_embed", "grad_k_embed", "q", "k", "cos", "sin"), arrays)
-
-
-def _qkv_inputs(*arrays: Array | None) -> dict[str, Array]:
-    names = ("grad_query", "grad_key", "grad_value", "hidden_states", "q_weight", "k_weight", "v_weight")
-    return _by_name((*names, "cos", "sin"), arrays)
-
-
-def _by_name(names: tuple[str, ...], arrays: tuple[Array | None, ...]) -> dict[str, Array]:
-    if len(arrays) != len(names):
-        raise SpecError(f"{len(arrays)} arrays given: the operation takes {len(names)}, {', '.join(names)}")
-    return {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
+    return by_name(("grad_q_embed", "grad_k_embed", "q", "k", "cos", "sin"), arrays)

@@ -9,6 +9,7 @@ from ropegrad.arrays import TRACED, Array, Facts, facts
 from ropegrad.errors import SpecError
 from ropegrad.spec import (
     LAYOUTS,
+    PACKED_NEEDS,
     PRECISIONS,
     QKV_BIASES,
     QKV_NEEDS,
@@ -22,11 +23,30 @@ from ropegrad.spec import (
     judge_word,
     judge_words,
     names_of,
+    parts_of,
     whole,
 )
 
+_QKV_INPUTS = (
+    "grad_query", "grad_key", "grad_value", "hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin",
+)  # fmt: skip
 _Facts = tuple[tuple[str, Facts], ...]
 _Needs = tuple[str, ...] | None
+
+
+def by_name(names: tuple[str, ...], arrays: tuple[Array | None, ...]) -> dict[str, Array]:
+    """The arrays that are there, by name. SpecError unless there are as many as names."""
+    if len(arrays) != len(names):
+        raise SpecError(f"{len(arrays)} arrays given: the operation takes {len(names)}, {', '.join(names)}")
+    return {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
+
+
+def qkv_inputs(arrays: tuple[Array | None, ...], qkv_weight: Array | None) -> dict[str, Array]:
+    """The arrays of a `qkv_rope_backward` call that are there, by name."""
+    inputs = by_name(_QKV_INPUTS, arrays)
+    if qkv_weight is not None:
+        inputs["qkv_weight"] = qkv_weight
+    return inputs
 
 
 def rope_spec(
@@ -74,8 +94,10 @@ def qkv_spec(
     pairing: str = "half",
     precision: str = "highest",
     accumulate: bool = False,
-) -> QkvSpec:
-    """The QkvSpec of a call, from its arrays by name (absent ones left out).
+) -> tuple[QkvSpec, bool]:
+    """The QkvSpec of a call, from its arrays by name (absent ones left out), and whether it is packed.
+
+    A packed call has "qkv_weight" among its arrays, or a packed name in needs. Its spec needs the parts.
 
     Raises SpecError, with what was passed and what would be right.
     """
@@ -94,13 +116,14 @@ def _qkv_spec(
     pairing: str,
     precision: str,
     accumulate: bool,
-) -> QkvSpec:
+) -> tuple[QkvSpec, bool]:
     found = _alike(facts_by_name)
-    wanted = _qkv_needs(needs, found)
+    packed = _is_packed((*found, *(needs or ())))
+    wanted = _qkv_needs(needs, found, packed)
     axes = _head_axes(found, ("grad_query",), ("grad_key", "grad_value"), layout)
     rope = _rope_spec_of(found, axes, table, layout, pairing, "exact", (), accumulate)
     hidden = _hidden_size(found, rope)
-    return QkvSpec(rope=rope, hidden_size=hidden, precision=precision, needs=wanted)
+    return QkvSpec(rope=rope, hidden_size=hidden, precision=precision, needs=wanted), packed
 
 
 def rope_forward_spec(arrays: dict[str, Array], *, table: str, layout: str, pairing: str) -> RopeSpec:
@@ -116,19 +139,42 @@ def rope_forward_spec(arrays: dict[str, Array], *, table: str, layout: str, pair
 
 
 def qkv_forward_spec(
-    arrays: dict[str, Array], *, head_dim: int, table: str, layout: str, pairing: str, precision: str
+    arrays: dict[str, Array],
+    *,
+    head_dim: int,
+    kv_heads: int | None,
+    table: str,
+    layout: str,
+    pairing: str,
+    precision: str,
 ) -> QkvSpec:
-    """The QkvSpec of the forward `qkv_rope(hidden_states, ...)`."""
+    """The QkvSpec of the forward `qkv_rope(hidden_states, ...)`; kv_heads are a packed weight's."""
     judge_words(layout, pairing, table, "exact")
-    found = _alike(_gather(arrays))
-    for name in ("hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin"):
+    judge_word("precision", precision, PRECISIONS)
+    head_dim = whole("head_dim", head_dim)
+    kv_heads = None if kv_heads is None else whole("kv_heads", kv_heads)
+    return _qkv_forward_spec(_gather(arrays), head_dim, kv_heads, table, layout, pairing, precision)
+
+
+@lru_cache(maxsize=256)
+def _qkv_forward_spec(
+    facts_by_name: _Facts,
+    head_dim: int,
+    kv_heads: int | None,
+    table: str,
+    layout: str,
+    pairing: str,
+    precision: str,
+) -> QkvSpec:
+    found = _alike(facts_by_name)
+    weights = ("qkv_weight",) if _is_packed(found) else QKV_WEIGHTS[1:]
+    for name in ("hidden_states", *weights, "cos", "sin"):
         if name not in found:
             raise SpecError(f"{name} is None: the forward reads it")
-    head_dim = whole("head_dim", head_dim)
     if head_dim < 1:
         raise SpecError(f"head_dim must be positive, got {head_dim}")
     _judge_rank("hidden_states", found["hidden_states"], 3, _hidden_axes(layout))
-    heads, kv_heads = (_whole_heads(found, name, head_dim) for name in ("q_weight", "k_weight"))
+    heads, kv_heads = _forward_heads(found, head_dim, kv_heads)
     rows = found["hidden_states"].shape[:2]
     batch, seq = rows[::-1] if layout == "sbhd" else rows
     rope = _rope_spec_of(
@@ -200,23 +246,42 @@ def _rope_needs(needs: _Needs, found: dict[str, Facts], sides: dict[str, bool]) 
 
 
 _QKV_READS = {
-    "hidden_states": (
-        "grad_query", "grad_key", "grad_value", "q_weight", "k_weight", "v_weight", "cos", "sin",
-    ),
+    "hidden_states": _QKV_INPUTS[:3] + _QKV_INPUTS[4:],
     "q_weight": ("grad_query", "hidden_states", "cos", "sin"),
     "k_weight": ("grad_key", "hidden_states", "cos", "sin"),
     "v_weight": ("grad_value", "hidden_states"),
     "q_bias": ("grad_query", "cos", "sin"),
     "k_bias": ("grad_key", "cos", "sin"),
     "v_bias": ("grad_value",),
-}  # fmt: skip
+}
+_PACKED_READS = {
+    "hidden_states": (*_QKV_INPUTS[:3], "qkv_weight", "cos", "sin"),
+    "qkv_weight": (*_QKV_INPUTS[:4], "cos", "sin"),
+    "qkv_bias": (*_QKV_INPUTS[:3], "cos", "sin"),
+}
 
 
-def _qkv_needs(needs: _Needs, found: dict[str, Facts]) -> tuple[str, ...]:
-    wanted = QKV_WEIGHTS if needs is None else _judge_needs(needs, QKV_NEEDS)
+def _is_packed(named: Iterable[str]) -> bool:
+    """Whether a call that names these has one array for q, k and v; SpecError if it has that and three."""
+    packed, parts = ([n for n in named if n in names] for names in (PACKED_NEEDS[1:], QKV_NEEDS[1:]))
+    if packed and parts:
+        raise SpecError(
+            f"the call names {packed[0]} and {parts[0]}: pass, and name in needs, either one packed array "
+            "or its three parts"
+        )
+    return bool(packed)
+
+
+def _qkv_needs(needs: _Needs, found: dict[str, Facts], packed: bool) -> tuple[str, ...]:
+    """The wanted gradients; of a packed call, the parts of what is wanted."""
+    if not packed:
+        wanted, reads = QKV_WEIGHTS if needs is None else _judge_needs(needs, QKV_NEEDS), _QKV_READS
+    else:
+        wanted = PACKED_NEEDS[:2] if needs is None else _judge_needs(needs, PACKED_NEEDS)
+        reads = _PACKED_READS
     for name in wanted:
-        _require(found, name, *_QKV_READS[name])
-    return wanted
+        _require(found, name, *reads[name])
+    return tuple(part for name in wanted for part in parts_of(name))
 
 
 def _same(found: dict[str, Facts], names: Iterable[str], what: str) -> Facts | None:
@@ -313,7 +378,7 @@ def _hidden_size(found: dict[str, Facts], rope: RopeSpec) -> int | None:
     for name, fact in found.items():
         if name not in ("cos", "sin") and fact.dtype != rope.dtype:
             raise SpecError(f"{name} has dtype {fact.dtype}, the others {rope.dtype}: only tables may differ")
-    for name in ("hidden_states", "q_weight", "k_weight", "v_weight"):
+    for name in (*QKV_WEIGHTS, "qkv_weight"):
         if name not in found:
             continue
         fact = found[name]
@@ -323,7 +388,7 @@ def _hidden_size(found: dict[str, Facts], rope: RopeSpec) -> int | None:
             raise SpecError(f"{name} has shape {fact.shape}: its last axis must be the hidden size {size}")
         size = fact.shape[-1]
         _judge_rows(name, fact.shape, rope)
-    for name in QKV_BIASES:
+    for name in (*QKV_BIASES, "qkv_bias"):
         if name in found:
             _judge_rank(name, found[name], 1, "[rows]")
             _judge_rows(name, found[name].shape, rope)
@@ -338,12 +403,30 @@ def _judge_rows(name: str, shape: tuple[int, ...], rope: RopeSpec) -> None:
                 f"{name} has shape {shape}: its tokens must be {_hidden_axes(rope.layout)}, {rows}"
             )
         return
-    heads = rope.heads if name[0] == "q" else rope.kv_heads
-    if heads is not None and shape[0] != heads * rope.head_dim:
+    parts = name.partition("_")[0]  # "q", "k", "v", or all three
+    heads = [rope.heads if part == "q" else rope.kv_heads for part in parts]
+    right = sum(count or 0 for count in heads) * rope.head_dim
+    if None not in heads and shape[0] != right:
+        told = str(heads[0]) if len(heads) == 1 else f"({' + '.join(map(str, heads))})"
         raise SpecError(
-            f"{name} has {shape[0]} rows: it must have heads x head_dim = {heads} x {rope.head_dim} "
-            f"= {heads * rope.head_dim}"
+            f"{name} has {shape[0]} rows: it must have heads x head_dim = {told} x {rope.head_dim} = {right}"
         )
+
+
+def _forward_heads(found: dict[str, Facts], head_dim: int, kv_heads: int | None) -> tuple[int, int]:
+    """H and Hkv by the weights' rows; those of a packed weight must be told how many are k's."""
+    if "qkv_weight" not in found:
+        if kv_heads is not None:
+            raise SpecError(f"kv_heads={kv_heads} goes with qkv_weight alone: k_weight's rows say it")
+        return _whole_heads(found, "q_weight", head_dim), _whole_heads(found, "k_weight", head_dim)
+    if kv_heads is None:
+        raise SpecError("kv_heads is None: pass the number of k's heads, which qkv_weight does not show")
+    total = _whole_heads(found, "qkv_weight", head_dim)
+    if total < 2 * kv_heads:
+        raise SpecError(
+            f"qkv_weight has rows of {total} heads: it must have those of k and v, 2 x {kv_heads}, and of q"
+        )
+    return total - 2 * kv_heads, kv_heads
 
 
 def _whole_heads(found: dict[str, Facts], name: str, head_dim: int) -> int:

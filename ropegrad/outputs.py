@@ -8,7 +8,7 @@ import numpy as np
 
 from ropegrad.arrays import LAZY_OR_FROZEN, Array, facts, overlap, overlaps_itself, same_memory
 from ropegrad.errors import SpecError
-from ropegrad.spec import QkvSpec, RopeSpec
+from ropegrad.spec import QKV_BIASES, QkvSpec, RopeSpec, parts_of
 
 # Outputs that may stand exactly on an input: each element is read before it is written.
 IN_PLACE = {"grad_q": ("grad_q_embed", "q"), "grad_k": ("grad_k_embed", "k")}
@@ -35,9 +35,10 @@ def judge_out(
     wanted = {f"grad_{need}" for need in spec.needs}
     given = {}
     for name, array in zip(fields, out, strict=True):
-        if name not in wanted and array is not None:
+        asked = name in wanted or parts_of(name)[0] in wanted
+        if not asked and array is not None:
             raise SpecError(f"out has an array for {name}, which needs does not name: put None there")
-        if name in wanted:
+        if asked:
             _judge_one(spec, name, array)
             given[name] = array
     _judge_overlaps(given, inputs)
@@ -114,6 +115,24 @@ class QkvBiasGrads(NamedTuple):
     grad_q_bias: Array
     grad_k_bias: Array
     grad_v_bias: Array
+
+
+class QkvPackedGrads(NamedTuple):
+    """`QkvGrads` in the packed form: one array for the weights, one for the biases."""
+
+    grad_hidden_states: Array
+    grad_qkv_weight: Array
+    grad_qkv_bias: Array
+
+
+QkvKind = type[QkvGrads] | type[QkvBiasGrads] | type[QkvPackedGrads]
+
+
+def qkv_kind(spec: QkvSpec, packed: bool) -> QkvKind:
+    """What a call of this spec returns."""
+    if packed:
+        return QkvPackedGrads
+    return QkvBiasGrads if set(QKV_BIASES) & set(spec.needs) else QkvGrads
 
 
 class RopeOut(NamedTuple):

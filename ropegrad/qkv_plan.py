@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
+from ropegrad import packed
 from ropegrad.arrays import Array
 from ropegrad.backends import choose, find
 from ropegrad.backends.base import Inputs
 from ropegrad.backends.cupy_tensor import allocate, describe_dense, device_of, read_status, run
 from ropegrad.backends.qkv_status import Status
 from ropegrad.backends.qkv_workspace import workspace
-from ropegrad.calls import qkv_spec
+from ropegrad.calls import qkv_inputs, qkv_spec
 from ropegrad.cost import qkv_cost
 from ropegrad.errors import SpecError
-from ropegrad.outputs import QkvBiasGrads, QkvGrads, judge_out
-from ropegrad.spec import QKV_BIASES, QkvSpec
+from ropegrad.outputs import QkvBiasGrads, QkvGrads, QkvPackedGrads, judge_out, qkv_kind
+from ropegrad.spec import QkvSpec
 
-_INPUTS = (
-    "grad_query", "grad_key", "grad_value", "hidden_states", "q_weight", "k_weight", "v_weight", "cos", "sin",
-)  # fmt: skip
 _TENSOR = "cupy_tensor"
 Arrays = tuple[Array | None, ...]
 
@@ -52,18 +51,27 @@ class QkvPlan:
     _last: list[Array] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __call__(
-        self, *arrays: Array | None, out: Arrays | None = None, workspace: Array | None = None
-    ) -> QkvGrads | QkvBiasGrads:
+        self,
+        *arrays: Array | None,
+        qkv_weight: Array | None = None,
+        out: Arrays | None = None,
+        workspace: Array | None = None,
+    ) -> QkvGrads | QkvBiasGrads | QkvPackedGrads:
         """The gradients, as `ropegrad.qkv_rope_backward` gives them. Raises SpecError as it does.
 
+        qkv_weight: makes it the packed form, None in the places of the three weights; the spec needs the
+        weights of all of q, k and v or of none, and so their biases.
         workspace: an array of `workspace_bytes` bytes on the device, which the call may overwrite until it
         has ended on its stream; without it the call takes memory from CuPy's pool. Only for cupy_tensor.
         """
         if workspace is not None and self.backend != _TENSOR:
             raise SpecError(f"{self.backend} takes no workspace: leave workspace= away")
-        spec, inputs, given = self._judged(arrays, out)
-        results = self._run(spec, inputs, given, workspace)
-        kind = self._kind
+        inputs = qkv_inputs(arrays, qkv_weight)
+        spec, is_packed = self._judged(inputs)
+        kind = qkv_kind(spec, is_packed)
+        given = judge_out(spec, kind._fields, out, inputs)
+        run = partial(self._run, workspace)
+        results = packed.backward(run, spec, inputs, given) if is_packed else run(spec, inputs, given)
         return kind(*map(results.get, kind._fields))
 
     @property
@@ -90,11 +98,7 @@ class QkvPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         return QkvPlan, (self.spec, self.backend)
 
-    @property
-    def _kind(self) -> type[QkvGrads] | type[QkvBiasGrads]:
-        return QkvBiasGrads if set(QKV_BIASES) & set(self.spec.needs) else QkvGrads
-
-    def _run(self, spec: QkvSpec, inputs: Inputs, given: Inputs | None, workspace: Array | None) -> Inputs:
+    def _run(self, workspace: Array | None, spec: QkvSpec, inputs: Inputs, given: Inputs | None) -> Inputs:
         if self.backend != _TENSOR:
             return find(self.backend).qkv_rope_backward(spec, inputs, given)
         with device_of(inputs):
@@ -103,19 +107,17 @@ class QkvPlan:
         self._last[:] = [] if state is None else [state]
         return results
 
-    def _judged(self, arrays: Arrays, out: Arrays | None) -> tuple[QkvSpec, Inputs, Inputs | None]:
-        """The call's spec, on its own device, its inputs and outputs. SpecError if it is of another spec."""
-        if len(arrays) != len(_INPUTS):
-            raise SpecError(f"{len(arrays)} arrays given: a plan takes {len(_INPUTS)}, {', '.join(_INPUTS)}")
-        inputs = {name: x for name, x in zip(_INPUTS, arrays, strict=True) if x is not None}
+    def _judged(self, inputs: Inputs) -> tuple[QkvSpec, bool]:
+        """The call's spec, on its own device, and whether it is packed. SpecError if it is another spec's."""
         mine, rope = self.spec, self.spec.rope
-        spec = qkv_spec(
-            inputs, needs=mine.needs, table=rope.table, layout=rope.layout, pairing=rope.pairing,
+        needs = packed.packed_needs(mine.needs) if "qkv_weight" in inputs else mine.needs
+        spec, is_packed = qkv_spec(
+            inputs, needs=needs, table=rope.table, layout=rope.layout, pairing=rope.pairing,
             precision=mine.precision, accumulate=rope.accumulate,
         )  # fmt: skip
         if replace(spec, rope=replace(spec.rope, device=rope.device)) != mine:
             raise SpecError(f"the arrays are of another spec than the plan: {_difference(spec, mine)}")
-        return spec, inputs, judge_out(spec, self._kind._fields, out, inputs)
+        return spec, is_packed
 
 
 def _difference(spec: QkvSpec, planned: QkvSpec) -> str:

@@ -24,6 +24,7 @@ ROPE_NEEDS = ("q", "k", "cos", "sin")
 QKV_WEIGHTS = ("hidden_states", "q_weight", "k_weight", "v_weight")
 QKV_BIASES = ("q_bias", "k_bias", "v_bias")
 QKV_NEEDS = QKV_WEIGHTS + QKV_BIASES
+PACKED_NEEDS = ("hidden_states", "qkv_weight", "qkv_bias")  # of a call with the three weights in one array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,9 @@ class QkvSpec:
         return (*(rows[::-1] if self.rope.layout == "sbhd" else rows), self.hidden_size or 0)
 
     def rows(self, part: str) -> int:
-        """Rows of the weight of `part` ('q', 'k' or 'v')."""
+        """Rows of the weight of `part` ('q', 'k' or 'v'; 'qkv' for the packed one)."""
+        if part == "qkv":
+            return sum(map(self.rows, part))
         return ((self.rope.heads if part == "q" else self.rope.kv_heads) or 0) * self.rope.head_dim
 
     def output(self, need: str) -> tuple[tuple[int, ...], str]:
@@ -159,6 +162,11 @@ class QkvSpec:
         part, _, kind = need.partition("_")
         rows = self.rows(part)
         return (rows,) if kind == "bias" else (rows, self.hidden_size or 0), self.rope.dtype
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """The names that a packed one stands for: those of q, k and v; any other stands for itself."""
+    return tuple(name.replace("qkv_", f"{part}_") for part in "qkv") if "qkv_" in name else (name,)
 
 
 def in_layout(bhsd: tuple[int, ...], layout: str) -> tuple[int, ...]:

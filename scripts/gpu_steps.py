@@ -30,6 +30,7 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::Depreca
 TESTS = (
     "tests/test_cupy.py",
     "tests/test_cupy_plan.py",
+    "tests/test_packed.py",
     "tests/test_pipeline.py",
     "tests/test_limits.py",
     "tests/test_backends.py",

@@ -354,6 +354,81 @@ def test_out_cannot_take_the_gradients(operation, changes, wanted):
     refuse(operation, changes, wanted)
 
 
+# ---- one array for the three weights -----------------------------------------------------------------------
+
+
+def bad_packed():
+    """(operation, changes to a good packed call, what the message holds)."""
+    back, ahead = "qkv_rope_backward", "qkv_rope"
+    rows = (H + 2 * KV) * D
+    weight = numbers(rows, C)
+    hidden = numbers(B, S, C)
+    both = "either one packed array or its three parts"
+    names = "must name some of hidden_states, qkv_weight, qkv_bias$"
+    named = "out is a tuple of {}: it must be a tuple .*grad_hidden_states, grad_qkv_weight, grad_qkv_bias"
+    given = (hidden.copy(), weight.copy(), None)
+    yield back, {"k_weight": numbers(KV * D, C)}, f"names qkv_weight and k_weight: pass, .*{both}"
+    yield back, {"needs": ("hidden_states", "q_weight")}, f"names qkv_weight and q_weight: .*{both}"
+    yield back, {"needs": ("qkv_weight", "v_bias")}, f"names qkv_weight and v_bias: .*{both}"
+    yield back, {"needs": ("qkv",)}, f"needs has 'qkv': it {names}"
+    yield back, {"needs": ("qkv_bias", "qkv_bias")}, "names 'qkv_bias' more than once"
+    yield back, {"needs": ()}, "needs is empty: name some of hidden_states, qkv_weight, qkv_bias"
+    yield (
+        back,
+        {"qkv_weight": None, "needs": ("hidden_states", "qkv_bias")},
+        "qkv_weight is None, but .*of hid",
+    )
+    for name in ("grad_query", "grad_key", "grad_value", "hidden_states", "cos", "sin"):
+        yield back, {name: None, "needs": ("qkv_weight",)}, f"{name} is None, but the gradient of qkv_weight"
+    yield back, {"qkv_weight": weight[1:]}, r"qkv_weight has 47 rows.* = \(4 \+ 2 \+ 2\) x 6 = 48"
+    yield back, {"qkv_weight": weight[:, 1:]}, r"qkv_weight has shape \(48, 4\).*hidden size 5"
+    yield back, {"qkv_weight": weight[0]}, r"qkv_weight has shape \(5,\): it must have 2 axes"
+    yield back, {"qkv_weight": weight.astype(float)}, "qkv_weight has dtype float64, the others float32"
+    yield back, {"qkv_weight": weight.tolist()}, "qkv_weight is a list, not an array: pass"
+    yield back, {"out": given[:2]}, named.format(2)
+    yield back, {"out": (*given, None)}, named.format(4)
+    yield back, {"out": (given[0], None, None)}, "grad_qkv_weight is None, but needs asks for it"
+    yield (
+        back,
+        {"out": (*given[:2], numbers(rows))},
+        "out has an array for grad_qkv_bias, which needs does not",
+    )
+    yield (
+        back,
+        {"out": (given[0], weight[:-1], None)},
+        r"grad_qkv_weight has shape \(47, 5\): it must be \(48, 5",
+    )
+    yield back, {"out": (given[0], frozen(weight), None)}, "grad_qkv_weight is read-only"
+    yield back, {"out": (given[0], weight, None), "qkv_weight": weight}, "grad_qkv_weight overlaps qkv_weight"
+    yield back, {"accumulate": True}, "pass the arrays to add to"
+    yield ahead, {"q_weight": numbers(H * D, C)}, f"names qkv_weight and q_weight: .*{both}"
+    yield ahead, {"v_bias": numbers(KV * D)}, f"names qkv_weight and v_bias: .*{both}"
+    yield ahead, {"qkv_weight": None, "qkv_bias": numbers(rows)}, "qkv_weight is None: the forward reads it"
+    yield ahead, {"qkv_weight": weight[1:]}, "qkv_weight has 47 rows.*multiple of head_dim 6"
+    yield ahead, {"qkv_bias": numbers(rows - 1)}, r"qkv_bias has 47 rows.*\(4 \+ 2 \+ 2\) x 6 = 48"
+    yield ahead, {"qkv_bias": weight}, r"qkv_bias has shape \(48, 5\): it must have 1 axes"
+    yield ahead, {"kv_heads": None}, "kv_heads is None: pass the number of k's heads"
+    yield ahead, {"kv_heads": 2.0}, "kv_heads=2.0 is no whole number"
+    yield ahead, {"kv_heads": -1}, "kv_heads=-1 must be a whole number, 0 or more"
+    yield ahead, {"kv_heads": 0}, "k has 0 heads"
+    yield ahead, {"kv_heads": 5}, "rows of 8 heads: it must have those of k and v, 2 x 5, and of q"
+    yield ahead, {"kv_heads": 3}, "q has 2 heads and k 3"
+
+
+@pytest.mark.parametrize(("operation", "changes", "wanted"), [*bad_packed()])
+def test_a_packed_call_does_not_fit(operation, changes, wanted):
+    one = dict.fromkeys(("q_weight", "k_weight", "v_weight")) | {"qkv_weight": numbers((H + 2 * KV) * D, C)}
+    if operation == "qkv_rope":
+        one |= dict.fromkeys(("q_bias", "k_bias", "v_bias")) | {"kv_heads": KV}
+    getattr(rg, operation)(**good(operation) | one)
+    refuse(operation, one | changes, wanted)
+
+
+def test_the_heads_of_k_are_told_twice():
+    refuse("qkv_rope", {"kv_heads": KV}, "kv_heads=2 goes with qkv_weight alone: k_weight's rows say it")
+    refuse("qkv_rope_backward", {"needs": ("qkv_weight",)}, "names qkv_weight and q_weight: ")
+
+
 # ---- other namespaces ------------------------------------------------------------------------------------
 
 

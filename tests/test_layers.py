@@ -25,7 +25,7 @@ LAYERS = (
     ("cost", "tiles", "suites", "calls", "outputs"),
     ("maths",),
     ("backends",),
-    ("repeats", "info"),
+    ("repeats", "info", "packed"),
     ("plan", "qkv_plan"),
     ("api", "positions"),
     ("ropegrad",),

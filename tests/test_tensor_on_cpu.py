@@ -245,6 +245,23 @@ def test_one_product_makes_the_weights_gradients_where_they_are_neighbours():
     assert device.called.count("product") == 2
 
 
+def test_one_product_makes_the_packed_gradient():
+    case = make_case(SPEC, 1)
+    with on_cpu() as device:
+        right = run_backend(case, "cupy_tensor")
+        device.called.clear()
+        three = [f"{part}_weight" for part in "qkv"]
+        arrays = {name: device.keep(shim.apart(x)) for name, x in case.inputs.items() if name not in three}
+        weight = device.keep(shim.apart(np.concatenate([case.inputs[name] for name in three])))
+        shapes = SPEC.hidden_shape, weight.shape
+        out = (*(device.keep(shim.empty(shape, np.float32)) for shape in shapes), None)
+        words = {"precision": SPEC.precision, "backend": "cupy_tensor"}
+        got = rg.qkv_rope_backward(**arrays, qkv_weight=weight, out=out, **words)
+    assert device.called.count("product") == 2
+    assert np.array_equal(got.grad_hidden_states, right["grad_hidden_states"])
+    assert np.array_equal(got.grad_qkv_weight, np.concatenate([right[f"grad_{name}"] for name in three]))
+
+
 def test_plan():
     case = wide_case("heads")
     with on_cpu() as device:
