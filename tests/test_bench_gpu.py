@@ -15,6 +15,7 @@ from test_limits import RUN
 from ropegrad import cli, records
 from ropegrad.bench import asked, bench_terminal, on_gpu, rivals, timing, workloads
 from ropegrad.bench.contender import Contender
+from ropegrad.bench.place import Choice
 from ropegrad.bench.workloads import Problem
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -155,9 +156,9 @@ def test_inputs_together_are_more_than_twice_the_l2(gpu):
 
 def test_a_backend_that_is_asked_for_and_cannot_run_is_named(monkeypatch):
     monkeypatch.setattr(rivals, "cannot_run", lambda backend, spec: "it has no rope")
-    (found,) = rivals.contenders(ROPE, names=("cupy_tensor",), rivals=False)
+    (found,) = rivals.contenders(ROPE, Choice(("cupy_tensor",), rivals=False))
     assert found.refused == "cupy_tensor cannot run this: it has no rope"
-    (found,) = rivals.contenders(ROPE, names=("numpy_tiled",), rivals=False)
+    (found,) = rivals.contenders(ROPE, Choice(("numpy_tiled",), rivals=False))
     assert found.refused == "numpy_tiled takes NumPy arrays: write --arrays numpy"
 
 

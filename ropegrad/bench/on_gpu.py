@@ -10,7 +10,8 @@ from typing import Any
 
 from ropegrad.backends.base import Inputs
 from ropegrad.bench.activity import tracer
-from ropegrad.bench.contender import TARGET, Call, Contender, Spec
+from ropegrad.bench.contender import Call, Contender, Spec
+from ropegrad.bench.facts import OWN
 from ropegrad.bench.limits import Samples, Tuned
 from ropegrad.bench.place import Ceiling, Choice
 from ropegrad.bench.products import PRECISIONS, Product
@@ -42,10 +43,10 @@ class Gpu:
         return f"--protocol span needs CUPTI: {found}" if isinstance(found, str) else None
 
     def refuses(self, one: Contender, call: Call, protocol: str) -> str | None:
-        """What cannot be captured, and what runs on threads and streams of its own."""
+        """What of others' cannot be captured, and what runs on threads and streams of its own."""
         if one.protocols and protocol not in one.protocols:
             return f"its kernels run on threads of its framework's: write --protocol {one.protocols[0]}"
-        return uncapturable(call) if protocol == "graph" and one.backend == TARGET else None
+        return uncapturable(call) if protocol == "graph" and one.backend not in OWN else None
 
     def sets(self, case: Case, read: int) -> list[Inputs]:
         """Together more than twice the L2."""
@@ -55,7 +56,7 @@ class Gpu:
 
     def contenders(self, spec: Spec, choice: Choice) -> Iterator[Contender]:
         """Ours, then theirs."""
-        return contenders(spec, names=choice.backends, rivals=choice.rivals)
+        return contenders(spec, choice)
 
     def ceiling(self, problem: Problem) -> Ceiling:
         """Copy and stream at the case's bytes; of the projections the bare matrix products."""
