@@ -16,6 +16,7 @@ from ropegrad import cli, records
 from ropegrad.bench import asked, bench_terminal, on_gpu, rivals, timing, workloads
 from ropegrad.bench.contender import Contender
 from ropegrad.bench.place import Choice
+from ropegrad.bench.suite import time_case
 from ropegrad.bench.workloads import Problem
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -196,3 +197,25 @@ def test_a_forward_is_refused_where_its_kernels_cannot_be_seen():
     place = on_gpu.Gpu(RUN, 2)
     assert "write --protocol wall" in place.refuses(one, lambda: (), "graph")
     assert place.refuses(one, lambda: (), "wall") is None
+
+
+def test_the_tensor_backend_at_both_promises_by_its_own_kernels(monkeypatch):
+    """As the run binds it: the weights' gradients lie in one matrix, and one product makes them."""
+    from tensor_on_cpu import on_cpu as tensor_on_cpu
+
+    monkeypatch.setattr(rivals, "own_backends", lambda spec: ["cupy_tensor"][: spec.precision != "highest"])
+    monkeypatch.setattr(rivals, "cannot_run", lambda _, spec: None if spec.precision != "highest" else "no")
+    monkeypatch.setattr(on_gpu, "measure", measure)
+    ceiling = SimpleNamespace(contenders={"copy": [lambda: None]}, records=lambda *_: ())
+    monkeypatch.setattr(on_gpu.Gpu, "ceiling", lambda *_: ceiling)
+    place, problem = on_gpu.Gpu(RUN, 2), Problem("qkv", "small", QKV)
+    with tensor_on_cpu() as device:
+        monkeypatch.setattr(on_gpu, "to_namespace", lambda x, _: device.keep(apart(x, _)))
+        monkeypatch.setattr(on_gpu, "sets_needed", lambda *_: 1)
+        everybody = [*place.contenders(QKV, Choice(rivals=False))]
+        found = time_case(place, problem, everybody, ("graph",), lambda what: None)
+    assert [(r.backend, r.precision, r.spec["precision"]) for r in found] == [
+        ("cupy_tensor", precision, precision) for precision in ("high", "medium")
+    ]  # fmt: skip
+    assert all(r.passed and len(r.samples_us) == 2 for r in found), [r.note for r in found]
+    assert device.called.count("product") == 2 * device.called.count("qkv_convert") > 0
