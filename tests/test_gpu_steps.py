@@ -118,7 +118,7 @@ def test_the_steps_of_every_stage():
         gpu_steps.backends_of = right
     assert names == [
         "tests cupy_plain", "tests cupy_tensor", "tests targets", "verify cupy_plain", "fuzz cupy_plain",
-        "known kernels",
+        "fuzz cupy_tensor", "known kernels",
         "memcheck cupy_plain", "racecheck cupy_plain", "initcheck cupy_plain", "memcheck cupy_tensor",
         "racecheck cupy_tensor", "initcheck cupy_tensor",
         "time large", "DRAM bytes", "time other", "time bfloat16", "time needs-q-k",
