@@ -1,6 +1,11 @@
 """PyTorch as a rival, without a GPU: who is timed at which promise, in whose arithmetic, compiled how."""
 
+import multiprocessing
+import os
+import time
 import types
+from dataclasses import replace
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 import pytest
@@ -8,7 +13,6 @@ from conftest import need
 from test_suite import QKV, ROPE, Stand
 
 from ropegrad.bench import ahead, rivals, torch_rivals
-from ropegrad.bench.contender import promising
 from ropegrad.bench.place import Choice
 from ropegrad.bench.suite import time_case
 from ropegrad.bench.workloads import Problem
@@ -132,35 +136,43 @@ def test_ours_are_timed_where_they_compute_otherwise(compiled, monkeypatch, choi
 # ---- compiled ahead ----------------------------------------------------------------------------------------
 
 
-class Pool:
-    """Processes that are not there."""
-
-    made = ()
-
-    def __init__(self, workers, mp_context):
-        Pool.made += ((workers, mp_context.get_start_method()),)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return False
-
-    def map(self, function, specs):
-        return [function(spec) for spec in specs]
-
-
 def test_only_what_pytorch_competes_in_is_compiled_ahead(monkeypatch):
-    asked = []
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
+    """In threads here, where a patched function can be seen."""
+    asked, made = [], []
+
+    def pool(workers):
+        made.append(workers)
+        return ThreadPool(workers)
+
+    monkeypatch.setattr(ahead.multiprocessing, "get_context", lambda how: types.SimpleNamespace(Pool=pool))
     monkeypatch.setattr(ahead, "compile_all", asked.append)
     monkeypatch.setattr(ahead, "cores", lambda: 16)
-    monkeypatch.setattr(Pool, "made", ())
-    ahead.compile_ahead([promising(ROPE, None), QKV, torch_free := promising(QKV, "high")])
-    assert asked == [ROPE, QKV, torch_free]
-    assert Pool.made == ((3, "spawn"),)
-    ahead.compile_ahead([])
-    assert len(Pool.made) == 1
+    ahead.compile_ahead([ROPE, QKV, replace(ROPE, needs=("q", "k"))])
+    assert sorted(asked, key=repr) == sorted([ROPE, QKV], key=repr)
+    ahead.compile_ahead([replace(ROPE, needs=("q", "k"))])
+    assert made == [2]
+
+
+def slow(spec):
+    time.sleep(60)
+
+
+def dies(spec):
+    os._exit(1)
+
+
+def raises(spec):
+    raise ArithmeticError("of course")
+
+
+@pytest.mark.parametrize("failing", [slow, dies, raises])
+def test_what_hangs_dies_or_raises_ahead_holds_nothing_up(monkeypatch, failing):
+    monkeypatch.setattr(ahead, "compile_all", failing)
+    monkeypatch.setattr(ahead, "LIMIT", 8)
+    before = time.monotonic()
+    ahead.compile_ahead([QKV])
+    assert time.monotonic() - before < 40
+    assert not multiprocessing.active_children()
 
 
 def test_all_but_the_autotuned_are_compiled_ahead_and_a_failure_is_left_to_the_run(compiled, monkeypatch):

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
 
 from ropegrad.bench.contender import Spec, is_textbook
 from ropegrad.bench.place import Choice
@@ -20,6 +18,8 @@ from ropegrad.tiles import cores
 from ropegrad.verify.case import QKV_INPUTS, ROPE_INPUTS
 from ropegrad.verify.draws import input_shapes
 
+LIMIT = 150  # seconds; the run compiles what is not done by then
+
 
 def compile_ahead(specs: Sequence[Spec]) -> None:
     """Of these problems, all that PyTorch compiles; whatever fails, fails again where it is recorded."""
@@ -27,9 +27,8 @@ def compile_ahead(specs: Sequence[Spec]) -> None:
     if not wanted or importlib.util.find_spec("torch") is None:
         return
     workers = min(len(wanted), max(cores() // 2, 1))
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    with pool, contextlib.suppress(BrokenProcessPool):
-        list(pool.map(compile_all, wanted))
+    with multiprocessing.get_context("spawn").Pool(workers) as pool, contextlib.suppress(Exception):
+        pool.map_async(compile_all, wanted, chunksize=1).get(LIMIT)
 
 
 def compile_all(spec: Spec) -> int:
