@@ -183,13 +183,21 @@ class Stream(contextlib.nullcontext):
 
 
 def test_what_cannot_be_captured_says_why(monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(cupy.cuda, "Stream", Stream)
+    monkeypatch.setattr(on_gpu, "_aside", lambda: Stream(non_blocking=True))
     assert on_gpu.uncapturable(lambda: None) is None
     reason = on_gpu.uncapturable(lambda: Stream(non_blocking=True).synchronize())
     assert reason.endswith("RuntimeError: operation not permitted when stream is capturing")
     assert not Stream.capturing
+
+
+@pytest.mark.parametrize(("backend", "judged"), [("torch", True), ("target", True), ("cupy_tensor", False)])
+def test_what_is_not_ours_is_captured_once_before_it_is_timed_by_graph(monkeypatch, backend, judged):
+    monkeypatch.setattr(on_gpu, "_aside", lambda: Stream(non_blocking=True))
+    one = Contender("f", backend, "f", None, {}, lambda inputs: lambda: ())
+    place, waits = on_gpu.Gpu(RUN, 2), lambda: Stream(non_blocking=True).synchronize()
+    assert (place.refuses(one, waits, "graph") is not None) is judged
+    assert place.refuses(one, waits, "span") is None
+    assert place.refuses(one, lambda: (), "graph") is None
 
 
 def test_a_forward_is_refused_where_its_kernels_cannot_be_seen():

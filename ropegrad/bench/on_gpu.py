@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,9 +81,7 @@ def start(samples: int, commit: str | None = None, command: str | None = None, *
 
 def uncapturable(call: Call) -> str | None:
     """Why no graph can be captured of a call; None if one can."""
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
+    stream = _aside()
     with stream:
         call()  # what it builds or allocates once cannot be captured
         stream.synchronize()
@@ -98,6 +97,14 @@ def uncapturable(call: Call) -> str | None:
         except Exception as error:
             return f"it cannot be captured in a CUDA graph: {type(error).__name__}: {error}"
     return None
+
+
+@functools.cache
+def _aside() -> Any:
+    """One stream for all: PyTorch keeps memory for each stream that it has seen."""
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 class BareProducts:

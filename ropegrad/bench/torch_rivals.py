@@ -30,6 +30,7 @@ def contenders(spec: Spec, precisions: Sequence[str | None]) -> Iterator[Contend
     from ropegrad.bench.torch_formulas import FORMULAS
 
     torch._dynamo.reset()  # it gives up compiling after a few shapes of one formula
+    torch.cuda.empty_cache()  # what the case before took, on streams that are gone
     for precision in precisions:
         formulas = FORMULAS["qkv" if isinstance(spec, QkvSpec) else "rope"]
         for name, formula in formulas.items():
