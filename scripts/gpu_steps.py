@@ -41,6 +41,7 @@ TUNED = {  # cupy_fused beside the ceiling, by `analysis/tune_rope.py`
     "needs-q-k": ("--needs", "q", "k"),
 }
 FUZZED = {"cupy_fused": "21000", "cupy_tensor": "10000"}  # problems drawn
+TIMES_OF = {"qkv": "cupy_tensor", "limits": "cuda"}  # whose code makes a suite's times; rope's: the first
 TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
@@ -91,7 +92,7 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 "--commit",
                 commit,
             )
-            yield Step(f"time {suite}", "cuda" if suite == "limits" else backends[0], timed)
+            yield Step(f"time {suite}", TIMES_OF.get(suite, backends[0]), timed)
 
 
 def _fuzz(name: str, out: Path, stem: str) -> Step:
