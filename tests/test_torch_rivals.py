@@ -71,6 +71,14 @@ def test_rope_has_no_promise_and_one_eager_formula(compiled):
     assert found[0][2] == {"formula": "reference", "compiled": False}
 
 
+@pytest.mark.parametrize(("spec", "count"), [(ROPE, 1), (QKV, 6)], ids=["rope", "qkv"])
+def test_a_first_look_compiles_nothing(compiled, monkeypatch, spec, count):
+    monkeypatch.setattr(rivals, "own_backends", lambda spec: [])
+    found = [one for one in rivals.contenders(spec, Choice(quick=True)) if one.backend == "torch"]
+    assert [one.kernel for one in found] == ["torch eager"] * count
+    assert not compiled
+
+
 def test_arithmetic_is_switched_for_its_own_calls_alone(compiled, monkeypatch):
     seen = []
 

@@ -41,7 +41,7 @@ def contenders(spec: Spec, choice: Choice) -> Iterator[Contender]:
         return
     if not is_textbook(spec):
         return
-    yield from torch_rivals.contenders(spec, asked)
+    yield from torch_rivals.contenders(spec, asked, compiled=not choice.quick)
     if isinstance(spec, RopeSpec) and importlib.util.find_spec("triton") is not None:
         yield Contender("triton", "triton", "triton", None, {}, _bind_triton)
 

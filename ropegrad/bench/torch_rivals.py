@@ -23,8 +23,8 @@ AUTOTUNED_CASES = ((2, 128), (1, 2048), (1, 8192))
 AUTOTUNED_WAYS = (("packed", "high"), ("packed", "medium"))
 
 
-def contenders(spec: Spec, precisions: Sequence[str | None]) -> Iterator[Contender]:
-    """Each formula at each promise. Raises ImportError without PyTorch."""
+def contenders(spec: Spec, precisions: Sequence[str | None], *, compiled: bool = True) -> Iterator[Contender]:
+    """Each formula at each promise, eager and, if `compiled`, by torch.compile."""
     import torch
 
     from ropegrad.bench.torch_formulas import FORMULAS
@@ -34,7 +34,7 @@ def contenders(spec: Spec, precisions: Sequence[str | None]) -> Iterator[Contend
     for precision in precisions:
         formulas = FORMULAS["qkv" if isinstance(spec, QkvSpec) else "rope"]
         for name, formula in formulas.items():
-            for mode in _modes(spec, name, precision):
+            for mode in _modes(spec, name, precision, compiled=compiled):
                 kernel = f"torch {'compile' if mode else 'eager'}"
                 facts: dict[str, Any] = {"formula": name, "compiled": mode is not None}
                 if precision is not None:
@@ -49,11 +49,12 @@ def contenders(spec: Spec, precisions: Sequence[str | None]) -> Iterator[Contend
                 yield Contender(title, "torch", kernel, precision, facts, bind)
 
 
-def _modes(spec: Spec, formula: str, precision: str | None) -> list[str | None]:
+def _modes(spec: Spec, formula: str, precision: str | None, *, compiled: bool) -> list[str | None]:
     """None: eager. Of RoPE alone only the reference; its formulas are there for what is compiled."""
-    modes: list[str | None] = [COMPILED]
-    if formula == "reference" or isinstance(spec, QkvSpec):
-        modes.insert(0, None)
+    modes: list[str | None] = [None] if formula == "reference" or isinstance(spec, QkvSpec) else []
+    if not compiled:
+        return modes
+    modes.append(COMPILED)
     rope = geometry(spec)
     if (formula, precision) in AUTOTUNED_WAYS and (rope.batch, rope.seq) in AUTOTUNED_CASES:
         modes.append(AUTOTUNED)
