@@ -15,17 +15,18 @@ from PIL import Image
 
 from ropegrad.report.figures import FIGURES, draw, stem
 from ropegrad.report.marks import commands
+from ropegrad.report.promises import points_of, promises, sentence
 from ropegrad.report.rows import Setting
-from ropegrad.report.tables import document, published_best
+from ropegrad.report.tables import document, markdown, published_best
 from ropegrad.report.write import choose, load, write_pictures
 
 BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
 COMMAND = "python analysis/readme_tables.py"
 
 
-def settings(root: Path) -> list[Setting]:
-    """Of the published records, one a device."""
-    return choose(load(published(root)), None)[1]
+def settings(root: Path) -> tuple[list[Setting], list[Setting]]:
+    """Of the published records: all, and one a device."""
+    return choose(load(published(root)), None)
 
 
 def pictures(setting: Setting) -> Iterator[tuple[str, str, str]]:
@@ -38,11 +39,14 @@ def pictures(setting: Setting) -> Iterator[tuple[str, str, str]]:
             yield name, about.digest, said
 
 
-def block(found: list[Setting]) -> str:
+def block(every: list[Setting], found: list[Setting]) -> str:
     """What stands between the markers."""
     parts = []
     for setting in found:
         parts.append(document([setting], cases=False))
+        sides = [one for one in every if one.device == setting.device and one.sheet and points_of(one)]
+        if sides:
+            parts.append(f"{markdown(promises(sides))}\n\n{sentence(sides)}\n")
         for name, _, said in pictures(setting):
             path = f"analysis/figures/{stem(setting.device)}-{name}"
             parts.append(
@@ -64,8 +68,9 @@ def parts(readme: str) -> tuple[str, str, str]:
 
 def faults(root: Path = ROOT) -> list[str]:
     """What in the README and its pictures does not belong to the records."""
-    found, said = settings(root), []
-    if parts((root / "README.md").read_text("utf-8"))[1] != block(found):
+    every, found = settings(root)
+    said = []
+    if parts((root / "README.md").read_text("utf-8"))[1] != block(every, found):
         said.append("README.md: tables or captions are those of other records")
     for setting in found:
         for name, right, _ in pictures(setting):
@@ -87,7 +92,8 @@ def write(root: Path = ROOT) -> None:
     """Both anew."""
     readme = root / "README.md"
     before, _, after = parts(readme.read_text("utf-8"))
-    found, folder = settings(root), root / "analysis" / "figures"
+    every, found = settings(root)
+    folder = root / "analysis" / "figures"
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.png"):
         path.unlink()
@@ -96,7 +102,7 @@ def write(root: Path = ROOT) -> None:
             drawn = draw(setting, name, COMMAND)
             assert drawn is not None, "a figure that can be described can be drawn"
             write_pictures(drawn, folder, stem(setting.device))
-    readme.write_text(before + BEGIN + block(found) + END + after, "utf-8")
+    readme.write_text(before + BEGIN + block(every, found) + END + after, "utf-8")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ class Judged:
         The kind of arrays that the target takes. Default: numpy.
     device
         Default: cuda for cupy, else cpu.
+    precision
+        The promise of its matrix products. Default: highest; bench times all on a GPU.
     needs
         Inputs whose gradients it gives, as "q,k". Default: all of the problem's.
     table_shape
@@ -92,7 +94,7 @@ class Judged:
     pairing: Literal["half", "interleaved"] = "half"
     table: Literal["full", "half"] = "full"
     adjoint: Literal["exact", "paired"] = "exact"
-    precision: Literal["highest", "high", "medium"] = "highest"
+    precision: Literal["highest", "high", "medium"] | None = None
     needs: str = ""
     head_dim: str = ""
     gqa: str = ""
@@ -114,8 +116,8 @@ class Judged:
             op=self.op or "rope", of=self.of, arrays=self.arrays or "numpy", dps=self.dps, dtype=self.dtype,
             device=self.device or ("cuda" if self.arrays == "cupy" else "cpu"),
             table_dtype=self.table_dtype or self.dtype, table_shape=self.table_shape, layout=self.layout,
-            pairing=self.pairing, table=self.table, adjoint=self.adjoint, precision=self.precision,
-            needs=_words(self.needs),
+            pairing=self.pairing, table=self.table, adjoint=self.adjoint,
+            precision=self.precision or "highest", needs=_words(self.needs),
         )  # fmt: skip
         domain = Domain(
             head_dim=_numbers("head-dim", self.head_dim), gqa=_numbers("gqa", self.gqa),
@@ -339,9 +341,10 @@ def bench(
             raise ropegrad.SpecError("--timeout and --memory bound a process of its own: use ropegrad verify")
         op = said.op or ("qkv" if suite == "qkv" else "rope")
         contract, domain, _ = replace(said, op=op).facts()
+        choice = Choice(backend, not without_rivals, quick, (said.precision,) if said.precision else ())
         asked = Asked(
             suite=suite, op=said.op, targets=targets, contract=contract, domain=domain, arrays=said.arrays,
-            case=case, protocols=protocol, choice=Choice(backend, not without_rivals, quick),
+            case=case, protocols=protocol, choice=choice,
             threads=threads, samples=samples, json=json, commit=commit,
         )  # fmt: skip
         if reproduce is None:

@@ -41,7 +41,8 @@ TUNED = {  # cupy_fused beside the ceiling, by `analysis/tune_rope.py`
     "bfloat16": ("--dtype", "bfloat16"),
     "needs-q-k": ("--needs", "q", "k"),
 }
-FUZZED = {"cupy_fused": "21000"}  # problems drawn
+FUZZED = {"cupy_fused": "21000", "cupy_tensor": "10000"}  # problems drawn
+TIMES_OF = {"qkv": "cupy_tensor", "limits": "cuda"}  # whose code makes a suite's times; rope's: the first
 TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
@@ -69,14 +70,13 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
         elif stage == "verify":
             judge = ("-m", "ropegrad", "verify", "--backend", name)
             yield Step(f"verify {name}", name, (*judge, "--json", str(out / f"verify-{stem}-{name}.json")))
-            fuzz = ("analysis/fuzz.py", name, FUZZED.get(name, "7000"), str(out / f"fuzz-{stem}-{name}.json"))
-            yield Step(f"fuzz {name}", name, fuzz)
+            yield _fuzz(name, out, stem)
         elif stage == "sanitize":
             for tool in TOOLS:
                 sanitizer = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86")
                 small = ("-m", "ropegrad", "verify", "--quick", "--backend", name)
                 yield Step(f"{tool} {name}", name, small, sanitizer)
-    yield from _tensor_steps(stage)
+    yield from _tensor_steps(stage, out, stem)
     yield from _shape_steps(stage, out, stem)
     if stage == "tests":
         yield Step("tests targets", "target", (*PYTEST, "tests/test_faults_gpu.py", "-k", "on_a_gpu"))
@@ -93,14 +93,22 @@ def steps(stage: str, out: Path, stem: str, commit: str) -> Iterator[Step]:
                 "--commit",
                 commit,
             )
-            yield Step(f"time {suite}", "cuda" if suite == "limits" else backends[0], timed)
+            yield Step(f"time {suite}", TIMES_OF.get(suite, backends[0]), timed)
 
 
-def _tensor_steps(stage: str) -> Iterator[Step]:
+def _fuzz(name: str, out: Path, stem: str) -> Step:
+    """Random problems, each backend as many as its options need."""
+    drawn = ("analysis/fuzz.py", name, FUZZED.get(name, "7000"), str(out / f"fuzz-{stem}-{name}.json"))
+    return Step(f"fuzz {name}", name, drawn)
+
+
+def _tensor_steps(stage: str, out: Path, stem: str) -> Iterator[Step]:
     """cupy_tensor has the projections at lower precisions alone: tests of its own are its verification."""
     name, tests = "cupy_tensor", (*PYTEST, "tests/test_tensor.py")
     if stage == "tests":
         yield Step(f"tests {name}", name, tests)
+    elif stage == "verify":
+        yield _fuzz(name, out, stem)
     elif stage == "sanitize":
         for tool in TOOLS:
             sanitizer = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86")

@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import msgspec
 
+from ropegrad.bench.contender import promising
 from ropegrad.cost import qkv_cost, rope_cost
 from ropegrad.records import Record, median_and_spread
 from ropegrad.spec import RopeSpec
@@ -31,7 +32,7 @@ def record(op, case, us, *, backend, device="NVIDIA H200", protocol="graph", bit
 
 def contender(op, case, us, name, *, formula=None, **facts):
     """A record of a suite's case by a contender."""
-    spec = SUITES[op]()[case]
+    spec = promising(SUITES[op]()[case], facts.get("precision"))
     cost = rope_cost(spec) if isinstance(spec, RopeSpec) else qkv_cost(spec)
     options = {"contender": name}
     if formula is not None:
@@ -81,6 +82,24 @@ def qkv_case(case, **where):
     for name, us in (("torch eager", flops / 4e7 + 60), ("torch compile", flops / 4.4e7 + 30)):
         facts = {"precision": "highest", "formula": "reference", "bits": 20.5}
         yield contender("qkv", case, us, name, **facts, **where)
+
+
+def qkv_promises(case, faster=1.0, **where):
+    """As a GPU run writes the case, every promise at once. faster: of ours below highest."""
+    for one in qkv_case(case, **where):
+        if one.op == "products":
+            yield changed(one, spec={"suite": "qkv"}, effective_bits={"grad_weights": 11.8})
+    flops = qkv_cost(SUITES["qkv"]()[case]).flops
+    yield contender("qkv", case, flops / 4.7e7 + 15, "cupy_plain", precision="highest", bits=20.8, **where)
+    for precision, rate, bits in (("highest", 46, 20.5), ("high", 250, 11.6), ("medium", 500, 8.4)):
+        us = flops / rate / 1e6
+        facts = {"precision": precision, "bits": bits, **where}
+        for formula, slower in (("reference", 1.5), ("packed", 1.2)):
+            yield contender("qkv", case, us * slower + 60, "torch eager", formula=formula, **facts)
+            yield contender("qkv", case, us * slower + 30, "torch compile", formula=formula, **facts)
+        if precision != "highest":
+            ours = (us * 1.2 + 30) / faster
+            yield contender("qkv", case, ours, "cupy_tensor", precision=precision, bits=bits + 0.2, **where)
 
 
 def suites(**where):

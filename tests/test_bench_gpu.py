@@ -15,6 +15,8 @@ from test_limits import RUN
 from ropegrad import cli, records
 from ropegrad.bench import asked, bench_terminal, on_gpu, rivals, timing, workloads
 from ropegrad.bench.contender import Contender
+from ropegrad.bench.place import Choice
+from ropegrad.bench.suite import time_case
 from ropegrad.bench.workloads import Problem
 from ropegrad.spec import QkvSpec, RopeSpec
 
@@ -155,9 +157,9 @@ def test_inputs_together_are_more_than_twice_the_l2(gpu):
 
 def test_a_backend_that_is_asked_for_and_cannot_run_is_named(monkeypatch):
     monkeypatch.setattr(rivals, "cannot_run", lambda backend, spec: "it has no rope")
-    (found,) = rivals.contenders(ROPE, names=("cupy_tensor",), rivals=False)
+    (found,) = rivals.contenders(ROPE, Choice(("cupy_tensor",), rivals=False))
     assert found.refused == "cupy_tensor cannot run this: it has no rope"
-    (found,) = rivals.contenders(ROPE, names=("numpy_tiled",), rivals=False)
+    (found,) = rivals.contenders(ROPE, Choice(("numpy_tiled",), rivals=False))
     assert found.refused == "numpy_tiled takes NumPy arrays: write --arrays numpy"
 
 
@@ -181,13 +183,21 @@ class Stream(contextlib.nullcontext):
 
 
 def test_what_cannot_be_captured_says_why(monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(cupy.cuda, "Stream", Stream)
+    monkeypatch.setattr(on_gpu, "_aside", lambda: Stream(non_blocking=True))
     assert on_gpu.uncapturable(lambda: None) is None
     reason = on_gpu.uncapturable(lambda: Stream(non_blocking=True).synchronize())
     assert reason.endswith("RuntimeError: operation not permitted when stream is capturing")
     assert not Stream.capturing
+
+
+@pytest.mark.parametrize(("backend", "judged"), [("torch", True), ("target", True), ("cupy_tensor", False)])
+def test_what_is_not_ours_is_captured_once_before_it_is_timed_by_graph(monkeypatch, backend, judged):
+    monkeypatch.setattr(on_gpu, "_aside", lambda: Stream(non_blocking=True))
+    one = Contender("f", backend, "f", None, {}, lambda inputs: lambda: ())
+    place, waits = on_gpu.Gpu(RUN, 2), lambda: Stream(non_blocking=True).synchronize()
+    assert (place.refuses(one, waits, "graph") is not None) is judged
+    assert place.refuses(one, waits, "span") is None
+    assert place.refuses(one, lambda: (), "graph") is None
 
 
 def test_a_forward_is_refused_where_its_kernels_cannot_be_seen():
@@ -195,3 +205,25 @@ def test_a_forward_is_refused_where_its_kernels_cannot_be_seen():
     place = on_gpu.Gpu(RUN, 2)
     assert "write --protocol wall" in place.refuses(one, lambda: (), "graph")
     assert place.refuses(one, lambda: (), "wall") is None
+
+
+def test_the_tensor_backend_at_both_promises_by_its_own_kernels(monkeypatch):
+    """As the run binds it: the weights' gradients lie in one matrix, and one product makes them."""
+    from tensor_on_cpu import on_cpu as tensor_on_cpu
+
+    monkeypatch.setattr(rivals, "own_backends", lambda spec: ["cupy_tensor"][: spec.precision != "highest"])
+    monkeypatch.setattr(rivals, "cannot_run", lambda _, spec: None if spec.precision != "highest" else "no")
+    monkeypatch.setattr(on_gpu, "measure", measure)
+    ceiling = SimpleNamespace(contenders={"copy": [lambda: None]}, records=lambda *_: ())
+    monkeypatch.setattr(on_gpu.Gpu, "ceiling", lambda *_: ceiling)
+    place, problem = on_gpu.Gpu(RUN, 2), Problem("qkv", "small", QKV)
+    with tensor_on_cpu() as device:
+        monkeypatch.setattr(on_gpu, "to_namespace", lambda x, _: device.keep(apart(x, _)))
+        monkeypatch.setattr(on_gpu, "sets_needed", lambda *_: 1)
+        everybody = [*place.contenders(QKV, Choice(rivals=False))]
+        found = time_case(place, problem, everybody, ("graph",), lambda what: None)
+    assert [(r.backend, r.precision, r.spec["precision"]) for r in found] == [
+        ("cupy_tensor", precision, precision) for precision in ("high", "medium")
+    ]  # fmt: skip
+    assert all(r.passed and len(r.samples_us) == 2 for r in found), [r.note for r in found]
+    assert device.called.count("product") == 2 * device.called.count("qkv_convert") > 0

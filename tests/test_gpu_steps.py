@@ -112,13 +112,18 @@ def test_the_steps_of_every_stage():
     right = gpu_steps.backends_of
     gpu_steps.backends_of = lambda op: ["numpy_tiled", "cupy_plain"]
     try:
-        names = [step.name for stage in ("tests", "verify", "sanitize", "time")
+        found = [step for stage in ("tests", "verify", "sanitize", "time")
                  for step in gpu_steps.steps(stage, Path("out"), "gpu", "abc")]  # fmt: skip
     finally:
         gpu_steps.backends_of = right
-    assert names == [
+    assert {step.name: step.backend for step in found if step.name in ("time rope", "time qkv")} == {
+        "time rope": "cupy_plain", "time qkv": "cupy_tensor",
+    }  # fmt: skip
+    fuzz = next(step for step in found if step.name == "fuzz cupy_tensor")
+    assert fuzz.arguments == ("analysis/fuzz.py", "cupy_tensor", "10000", "out/fuzz-gpu-cupy_tensor.json")
+    assert [step.name for step in found] == [
         "tests cupy_plain", "tests cupy_tensor", "tests targets", "verify cupy_plain", "fuzz cupy_plain",
-        "known kernels",
+        "fuzz cupy_tensor", "known kernels",
         "memcheck cupy_plain", "racecheck cupy_plain", "initcheck cupy_plain", "memcheck cupy_tensor",
         "racecheck cupy_tensor", "initcheck cupy_tensor",
         "time large", "DRAM bytes", "time other", "time bfloat16", "time needs-q-k",

@@ -8,6 +8,7 @@ from measured import changed, contender, cpu, qkv_case, record, rope_case, suite
 
 from ropegrad import cli, records
 from ropegrad.bench import on_cpu, reproduce, reproduce_terminal
+from ropegrad.bench.contender import promising
 from ropegrad.bench.facts import OPS, identity
 from ropegrad.bench.place import Choice
 from ropegrad.bench.reproduce import Pair, differences, pairs, spec_of
@@ -78,7 +79,7 @@ def test_a_record_says_the_whole_specification():
             spec = spec_of(one)
             name = one.spec.get("suite")
             if name in SUITES:
-                assert spec == SUITES[name]()[one.case]
+                assert spec == promising(SUITES[name]()[one.case], one.precision)
             elif name is not None:
                 assert spec.needs == ("q", "k")
 

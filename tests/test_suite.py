@@ -12,12 +12,12 @@ from test_limits import RUN
 
 from ropegrad import records
 from ropegrad.bench import bench_terminal, suite_terminal
-from ropegrad.bench.contender import Contender, refusing
+from ropegrad.bench.contender import Contender, promising, refusing
 from ropegrad.bench.suite import time_case
 from ropegrad.bench.timing import Timing
 from ropegrad.bench.workloads import Problem
 from ropegrad.records import Record
-from ropegrad.spec import QkvSpec, RopeSpec
+from ropegrad.spec import PRECISIONS, QkvSpec, RopeSpec
 from ropegrad.verify.check import check
 from ropegrad.verify.draws import make_case
 
@@ -25,22 +25,36 @@ ROPE = RopeSpec(batch=2, heads=6, kv_heads=2, seq=31, head_dim=16, rotary_dim=16
 QKV = QkvSpec(rope=replace(ROPE, needs=()), hidden_size=40)
 
 
-@pytest.mark.parametrize("spec", [ROPE, QKV], ids=["rope", "qkv"])
-@pytest.mark.parametrize("number", range(3))
-def test_every_formula_of_pytorch_is_the_exact_adjoint(spec, number):
+FORMULAS = [
+    (ROPE, "reference"), (ROPE, "halves"), (ROPE, "flipped"), (QKV, "reference"), (QKV, "packed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "name"), FORMULAS, ids=lambda x: x if isinstance(x, str) else x.needs[0])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_formula_of_pytorch_is_the_exact_adjoint_at_its_promise(spec, name, precision):
     torch = need("torch", "interop")
     from ropegrad.bench.torch_formulas import FORMULAS
+    from ropegrad.bench.torch_rivals import ARITHMETIC, computing
 
-    op = "rope" if isinstance(spec, RopeSpec) else "qkv"
-    formula = list(FORMULAS[op].values())[number]
-    case = make_case(spec, 3, tables="benchmark")  # a pair's columns differ: "paired" would show
+    if spec is ROPE and precision != "highest":
+        return
+    formula = FORMULAS["rope" if spec is ROPE else "qkv"][name]
+    case = make_case(promising(spec, precision), 3, tables="benchmark")  # columns differ: "paired" would show
 
     def run(case):
-        results = formula(*(torch.from_numpy(x.copy()) for x in case.inputs.values()))
+        with computing(ARITHMETIC[precision], "cpu"):
+            results = formula(*(torch.from_numpy(x.copy()) for x in case.inputs.values()))
         return dict(zip(case.outputs, (x.numpy() for x in results), strict=True))
 
     verdict = check(case, run)
     assert verdict.passed, verdict.findings
+    if precision == "medium":
+        assert not check(promised(case, "high"), run).passed
+
+
+def promised(case, precision):
+    return replace(case, spec=promising(case.spec, precision))
 
 
 class Stand:
@@ -109,6 +123,39 @@ def test_a_contender_that_gives_the_wrong_shape_is_wrong():
     assert found.median_us is None
 
 
+def projection(precision, factor=1.0, backend="cupy_plain"):
+    def bind(inputs):
+        from ropegrad import api
+
+        return lambda: [x * np.float32(factor) for x in api.qkv_rope_backward(*inputs.values())]
+
+    return Contender("one name", backend, "a kernel", precision, {}, bind)
+
+
+def timed_qkv(*everybody, seq=31):
+    spec = replace(QKV, rope=replace(QKV.rope, seq=seq))
+    problem = Problem("qkv", "a case", spec)
+    return {r.precision: r for r in time_case(Stand(), problem, everybody, ("graph",), lambda what: None)}
+
+
+@pytest.mark.parametrize(
+    ("factor", "right"),
+    [(1, PRECISIONS), (1 + 2.0**-11, PRECISIONS[1:]), (1 + 2.0**-8, ("medium",)), (2, ())],
+)
+def test_each_is_judged_at_its_own_promise_beside_the_others(factor, right):
+    found = timed_qkv(*(projection(precision, factor) for precision in PRECISIONS))
+    assert tuple(precision for precision, record in found.items() if record.median_us) == right
+    assert all(record.spec["precision"] == precision for precision, record in found.items())
+
+
+@pytest.mark.parametrize(("factor", "note"), [(1.0, None), (1 + 2.0**-8, "medium asks for 8.50")])
+def test_a_record_says_which_bits_its_promise_lacks(factor, note):
+    record = timed_qkv(projection("medium", factor, "torch"), seq=200)["medium"]
+    assert record.median_us
+    assert record.note is None if note is None else record.note.endswith(note), record.note
+    assert record.note is None or record.note.startswith("grad_")
+
+
 def test_what_cannot_be_honoured_is_invalid_with_the_reason():
     asked = [contender(), refusing("cupy_tensor", ROPE, "cupy_tensor cannot run this: it has no rope")]
     found = timed(*asked, contender("stuck", backend="target"), place=Stand(stuck=("stuck",)),
@@ -131,8 +178,9 @@ def test_a_time_below_the_floor_is_invalid():
     assert "us is less than" in found.invalid
 
 
-def test_a_target_that_cannot_be_timed_costs_nobody_else_a_time():
-    found = {r.options["contender"]: r for r in timed(contender(), contender("lost", backend="target"))}
+@pytest.mark.parametrize("backend", ["target", "torch"])
+def test_what_cannot_be_timed_costs_ours_no_time(backend):
+    found = {r.options["contender"]: r for r in timed(contender(), contender("lost", backend=backend))}
     assert found["cupy_plain"].median_us == 51.0
     assert "CUPTI saw nothing" in found["lost"].invalid
     with pytest.raises(RuntimeError, match="CUPTI"):
@@ -171,11 +219,12 @@ ROWS: list[Record] = [
 
 
 def test_the_ceiling_and_ours():
-    assert bench_terminal.ceiling_of(ROWS).median_us == 10.0
+    assert bench_terminal.ceiling_of(ROWS[:2], None).median_us == 10.0
     assert bench_terminal.best(ROWS).median_us == 25.0
-    products = [record("products", "cublas", us, precision=p) for us, p in ((9.0, "tf32"), (30.0, "fp32"))]
-    assert bench_terminal.ceiling_of(products).median_us == 30.0
-    assert bench_terminal.ceiling_of([]) is None
+    rates = ((9.0, "tf32"), (30.0, "fp32"), (5.0, "fp16"))
+    products = [record("products", "cublas", us, precision=p) for us, p in rates]
+    assert [bench_terminal.ceiling_of(products, promise).median_us for promise in PRECISIONS] == [30, 5, 5]
+    assert bench_terminal.ceiling_of([], None) is None
 
 
 def test_the_table_names_protocol_ceiling_and_ratios():
@@ -195,6 +244,8 @@ def test_the_suites_command_goes_on_where_it_was_interrupted(tmp_path, monkeypat
     small = [Problem("rope", name, ROPE) for name in ("one", "two", "three")]
     monkeypatch.setattr(suite_terminal.on_gpu, "start", lambda *_: place)
     monkeypatch.setattr(suite_terminal, "problems", lambda *_: small)
+    compiled = []
+    monkeypatch.setattr(suite_terminal, "compile_ahead", lambda specs: compiled.append(len(specs)))
     monkeypatch.setattr(suite_terminal, "kept", lambda path: records.read(path) if path.exists() else [])
     real = bench_terminal.time_case
 
@@ -209,4 +260,5 @@ def test_the_suites_command_goes_on_where_it_was_interrupted(tmp_path, monkeypat
     assert [r.case for r in records.read(file)] == ["one"] * 2
     assert suite_terminal.main(["rope", str(file), "--samples", "3"]) == 0
     assert asked == ["one", "two", "two", "three"]
+    assert compiled == [3, 2]
     assert [r.case for r in records.read(file)] == [name for name in ("one", "two", "three") for _ in "sg"]

@@ -9,75 +9,82 @@ from ropegrad.verify.draws import make_case
 
 ROPE = RopeSpec(batch=2, heads=4, kv_heads=2, seq=12, head_dim=8, rotary_dim=8, table_batch=2, needs=())
 SPEC = QkvSpec(rope=ROPE, hidden_size=32, precision="high")
+GRADIENTS = ("grad_query", "grad_key", "grad_value")
+WEIGHTS = ("q_weight", "k_weight", "v_weight")
+HIDDEN = "hidden_states"
 
 
-def each(x, axis, factors):
-    """x with factor i on everything at index i of the axis."""
+def times(x, factors, axis=None):
+    """x by one factor, or by factor i on everything at index i of the axis; rounded once."""
     shape = [1] * x.ndim
-    shape[axis] = -1
-    return (x * factors.reshape(shape)).astype(x.dtype)
+    if axis is not None:
+        shape[axis] = -1
+    return (x.astype(np.float64) * np.reshape(factors, shape)).astype(x.dtype)
 
 
-def tokens(x, rng):
-    return each(x, 2, 10.0 ** rng.uniform(-12, 12, x.shape[2]))
+def put(x, where, value):
+    """Write one element, at these indices as far as the axes reach."""
+    if x.size:
+        x[tuple(i % n for i, n in zip(where, x.shape, strict=True))] = value
 
 
-def heads(x, rng):
-    return each(x, 1, 10.0 ** rng.uniform(-12, 12, x.shape[1]))
+def one_column(x, column, factor):
+    """x with a factor on this index of the last axis."""
+    factors = np.ones(x.shape[-1])
+    put(factors, (column,), factor)
+    return times(x, factors, -1)
 
 
-def adversarial(kind, rng, inputs):
-    """Change the inputs in place."""
-    gradients = ("grad_query", "grad_key", "grad_value")
-    if kind in ("tokens", "heads"):
-        for name in gradients:
-            inputs[name] = {"tokens": tokens, "heads": heads}[kind](inputs[name], rng)
+def adversarial(kind, rng, spec, inputs):
+    """Change the inputs in place. float16 has a tenth of the others' exponents, and gets a tenth of them."""
+    layout, share = spec.rope.layout, 0.1 if spec.rope.dtype == "float16" else 1.0
+    axes = {"tokens": layout.index("s"), "heads": layout.index("h")}
+    huge = 10.0 ** (14 * share)
+    if kind in axes:
+        for name in GRADIENTS:
+            reach = 12 * share
+            factors = 10.0 ** rng.uniform(-reach, reach, inputs[name].shape[axes[kind]])
+            inputs[name] = times(inputs[name], factors, axes[kind])
     elif kind == "weight column":
-        for name in ("q_weight", "k_weight", "v_weight"):
-            inputs[name][:, 3] *= np.float32(1e14)
+        for name in WEIGHTS:
+            inputs[name] = one_column(inputs[name], 3, huge)
     elif kind == "hidden channel":
-        inputs["hidden_states"][..., 5] *= np.float32(1e14)
+        inputs[HIDDEN] = one_column(inputs[HIDDEN], 5, huge)
     elif kind == "reciprocal rows":
-        powers = np.ldexp(1.0, rng.choice((-40, 40), ROPE.seq))
-        for name in gradients:
-            inputs[name] = each(inputs[name], 2, powers)
-        inputs["hidden_states"] = each(inputs["hidden_states"], 1, 1 / powers)
+        powers = 2.0 ** rng.choice((-40 * share, 40 * share), spec.rope.seq)
+        for name in GRADIENTS:
+            inputs[name] = times(inputs[name], powers, axes["tokens"])
+        inputs[HIDDEN] = times(inputs[HIDDEN], 1 / powers, 0 if layout == "sbhd" else 1)
     elif kind == "one huge element":
-        inputs["grad_query"][1, 2, 3, 4] = 1e30
-        inputs["hidden_states"][0, 1, 2] = -1e30
+        put(inputs["grad_query"], (1, 2, 3, 4), 10.0 ** (30 * share))
+        put(inputs[HIDDEN], (0, 1, 2), -(10.0 ** (30 * share)))
     elif kind == "padding":
-        for name in gradients:
-            inputs[name][:, :, 7:] = 0
-        inputs["hidden_states"][:, 7:] = 0
+        for name in GRADIENTS:
+            inputs[name] = times(inputs[name], np.arange(spec.rope.seq) < 7, axes["tokens"])
+        inputs[HIDDEN] = times(inputs[HIDDEN], np.arange(spec.rope.seq) < 7, 0 if layout == "sbhd" else 1)
     elif kind == "zeros":
-        for name in (*gradients, "hidden_states"):
+        for name in (*GRADIENTS, HIDDEN):
             inputs[name][...] = 0
     elif kind == "nearly overflowing":
-        inputs["grad_value"] *= np.float32(5e37)
-        inputs["v_weight"] *= np.float32(1e-30)
+        inputs["grad_value"] = times(inputs["grad_value"], 5 * 10.0 ** (37 * share))
+        inputs["v_weight"] = times(inputs["v_weight"], 10.0 ** (-30 * share))
     elif kind == "subnormal":
-        for name in gradients:
-            inputs[name] = (inputs[name] * np.float32(1e-20) * np.float32(1e-22)).astype(np.float32)
-    elif kind == "all tiny":
-        for name in inputs:
-            if name not in ("cos", "sin"):
-                inputs[name] *= np.float32(2.0**-70)
-    elif kind == "all large":
-        for name in inputs:
-            if name not in ("cos", "sin"):
-                inputs[name] *= np.float32(2.0**50)
+        least = {"float16": -6.5, "bfloat16": -39.5}.get(spec.rope.dtype, -42.0)
+        for name in GRADIENTS:
+            inputs[name] = times(inputs[name], 10.0**least)
+    elif kind in ("all tiny", "all large"):
+        factor = 2.0 ** ({"all tiny": -70, "all large": 50}[kind] * share)
+        for name in (*GRADIENTS, HIDDEN, *WEIGHTS):
+            inputs[name] = times(inputs[name], factor)
     elif kind == "nonfinite":
-        inputs["grad_query"][0, 1, 2, 3] = np.nan
-        inputs["hidden_states"][1, 4, 6] = np.inf
-        inputs["k_weight"][5, 7] = -np.inf
-    elif kind == "nonfinite among wide":
-        adversarial("tokens", rng, inputs)
-        adversarial("hidden channel", rng, inputs)
-        adversarial("nonfinite", rng, inputs)
+        put(inputs["grad_query"], (0, 1, 2, 3), np.nan)
+        put(inputs[HIDDEN], (1, 4, 6), np.inf)
+        put(inputs["k_weight"], (5, 7), -np.inf)
     else:
-        assert kind == "tokens and heads"
-        adversarial("tokens", rng, inputs)
-        adversarial("heads", rng, inputs)
+        parts = {"tokens and heads": ("tokens", "heads"),
+                 "nonfinite among wide": ("tokens", "hidden channel", "nonfinite")}  # fmt: skip
+        for part in parts[kind]:
+            adversarial(part, rng, spec, inputs)
 
 
 KINDS = (
@@ -87,9 +94,13 @@ KINDS = (
 )  # fmt: skip
 
 
-def wide_case(kind, seed=0, spec=SPEC, values="normal"):
-    case = make_case(spec, seed, values=values)
+def widened(case, kind, seed):
+    """The case with its range made adversarial, in contiguous memory."""
     inputs = {name: np.array(x) for name, x in case.inputs.items()}
     with np.errstate(all="ignore"):
-        adversarial(kind, np.random.default_rng(seed), inputs)
+        adversarial(kind, np.random.default_rng(seed), case.spec, inputs)
     return replace(case, inputs=inputs, name=kind)
+
+
+def wide_case(kind, seed=0, spec=SPEC, values="normal"):
+    return widened(make_case(spec, seed, values=values), kind, seed)

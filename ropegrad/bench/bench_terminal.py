@@ -1,6 +1,7 @@
 """What `ropegrad bench` shows: for each case the contenders' times, as multiples of the ceiling and of ours.
 
-The last column is the worst error of the check before, as a fraction of its bound.
+Who promises the same stands in one table. The last column is the worst error of the check before, as a
+fraction of its bound.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.bench import on_cpu, on_gpu
 from ropegrad.bench.asked import Asked, settle
-from ropegrad.bench.facts import OPS
+from ropegrad.bench.facts import OPS, PRODUCTS
 from ropegrad.bench.ledger import Ledger, is_judged
 from ropegrad.bench.place import Place
 from ropegrad.bench.suite import time_case
@@ -150,18 +151,19 @@ def show_products(console: Console, place: on_cpu.Cpu, ledger: Ledger) -> None:
 
 
 def show_case(console: Console, label: str, found: Sequence[Record]) -> None:
-    """A table a protocol, then why somebody has no time."""
-    for protocol in dict.fromkeys(record.protocol for record in found):
-        here = [record for record in found if record.protocol == protocol]
-        ceiling, ours = ceiling_of(here), best(here)
-        beside = ""
+    """A table a protocol and promise, then why somebody has no time."""
+    judged = [record for record in found if record.op in OPS]
+    for protocol, promise in dict.fromkeys((record.protocol, record.precision) for record in judged):
+        limits = [record for record in found if record.protocol == protocol and record.op not in OPS]
+        here = [record for record in judged if (record.protocol, record.precision) == (protocol, promise)]
+        ceiling, ours = ceiling_of(limits, promise), best(here)
+        beside = f", {promise}" if promise else ""
         if ceiling is not None and ceiling.median_us:
-            beside = f": {ceiling.median_us / 1e3:.4g} ms, the ceiling ({ceiling.op})"
+            beside += f": {ceiling.median_us / 1e3:.4g} ms, the ceiling ({ceiling.op})"
         console.print(f"\n{label}, {protocol}{beside}", style="bold", highlight=False, markup=False)
         table = columns("", "ms", "/ ceiling", "/ ours", "bits", "error/bound")
         for record in here:
-            if record.op in OPS:
-                table.add_row(escape(_name(record)), *_figures(record, ceiling, ours))
+            table.add_row(escape(_name(record)), *_figures(record, ceiling, ours))
         console.print(table)
     for record in found:
         reason = record.invalid or (record.note if record.median_us is None else None)
@@ -174,9 +176,10 @@ def _name(record: Record) -> str:
     return f"{name}, {record.precision}" if record.precision not in (None, "highest") else name
 
 
-def ceiling_of(found: Sequence[Record]) -> Record | None:
-    """The fastest of copy and stream; of products the IEEE ones."""
-    kinds = [r for r in found if r.op not in OPS and r.precision in (None, "fp32") and r.median_us]
+def ceiling_of(found: Sequence[Record], promise: str | None) -> Record | None:
+    """The fastest of copy and stream; of products those that keep the promise."""
+    kept = (None, *PRODUCTS.get(promise or "highest", ()))
+    kinds = [record for record in found if record.precision in kept and record.median_us]
     return min(kinds, key=lambda record: record.median_us or 0.0, default=None)
 
 

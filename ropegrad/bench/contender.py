@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ TARGET = "target"  # the backend of a record of somebody else's function
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute a case, by a name that no other of its run has.
+    """One way to compute a case, by a name that no other of its run and promise has.
 
     backend    what is at work; kernel: in which form
     bind       takes a set of inputs by name; its calls may reuse memory
@@ -40,6 +40,11 @@ class Contender:
     protocols: tuple[str, ...] = ()
     refused: str | None = None
 
+    @property
+    def key(self) -> str:
+        """What no other of its run has."""
+        return f"{self.name}, {self.precision}" if self.precision else self.name
+
 
 def refusing(name: str, spec: Spec, reason: str) -> Contender:
     """One of ours that was asked for and cannot run."""
@@ -53,6 +58,11 @@ def refusing(name: str, spec: Spec, reason: str) -> Contender:
 def promise(spec: Spec) -> str | None:
     """The precision that matrix products are held to."""
     return None if isinstance(spec, RopeSpec) else spec.precision
+
+
+def promising(spec: Spec, precision: str | None) -> Spec:
+    """The same problem under a promise."""
+    return spec if precision is None or isinstance(spec, RopeSpec) else replace(spec, precision=precision)
 
 
 def geometry(spec: Spec) -> RopeSpec:

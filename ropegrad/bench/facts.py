@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ropegrad.backends import BACKENDS
 from ropegrad.records import Record
 
 OPS = ("rope", "qkv")  # also the names of the suites that ask for every gradient
+OWN = frozenset(backend.name for backend in BACKENDS)
+# What a promise is held against: bare products at least as accurate. The fastest of them is the ceiling.
+PRODUCTS = {"highest": ("fp32",), "high": ("tf32", "fp16"), "medium": ("tf32", "fp16")}
 
 
 def rope_spec(record: Record) -> dict[str, Any]:

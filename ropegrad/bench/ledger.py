@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 
 from ropegrad import records
-from ropegrad.backends import BACKENDS
-from ropegrad.bench.contender import TARGET, Contender
-from ropegrad.bench.facts import OPS, contender_of, dtype_of, suite_of
+from ropegrad.bench.contender import TARGET, Contender, promising
+from ropegrad.bench.facts import OPS, OWN, contender_of, dtype_of, suite_of
 from ropegrad.bench.place import Place
 from ropegrad.bench.suite import PROTOCOLS, facts_of, options_of
 from ropegrad.bench.workloads import Problem
@@ -45,12 +44,11 @@ class Ledger:
             records.write(self.path, self.records)
 
     def of(self, problem: Problem) -> list[Record]:
-        """All of a case."""
-        facts = facts_of(problem.spec)
+        """All of a case, whatever they promise."""
         return [
             record for record in self.records
             if (suite_of(record), record.case) == (problem.suite, problem.name)
-            and (record.op not in OPS or facts.items() <= record.spec.items())
+            and (record.op not in OPS or _facts(problem, record.precision).items() <= record.spec.items())
         ]  # fmt: skip
 
 
@@ -63,7 +61,11 @@ def _is_done(record: Record, samples: int) -> bool:
 
 def is_judged(record: Record) -> bool:
     """Whether the record is of a target or of ropegrad's own backend, whose faults are faults of the run."""
-    return record.op in OPS and record.backend in (TARGET, *(backend.name for backend in BACKENDS))
+    return record.op in OPS and record.backend in (TARGET, *OWN)
+
+
+def _facts(problem: Problem, precision: str | None) -> dict[str, object]:
+    return facts_of(promising(problem.spec, precision))
 
 
 def _text(facts: object) -> bytes:
@@ -78,7 +80,7 @@ def _code(commit: str) -> str:
 def _planned(place: Place, problem: Problem, one: Contender, protocol: str) -> Key:
     return (
         problem.op, problem.suite, problem.name, one.name, one.precision, PROTOCOLS[protocol].split("/")[0],
-        _text({"suite": problem.suite} | facts_of(problem.spec)), _text(options_of(place, one)),
+        _text({"suite": problem.suite} | _facts(problem, one.precision)), _text(options_of(place, one)),
         place.run.device.name, _code(place.run.commit), place.digest(one),
     )  # fmt: skip
 

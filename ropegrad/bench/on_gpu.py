@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any
 
 from ropegrad.backends.base import Inputs
 from ropegrad.bench.activity import tracer
-from ropegrad.bench.contender import TARGET, Call, Contender, Spec
+from ropegrad.bench.contender import Call, Contender, Spec
+from ropegrad.bench.facts import OWN
 from ropegrad.bench.limits import Samples, Tuned
 from ropegrad.bench.place import Ceiling, Choice
 from ropegrad.bench.products import PRECISIONS, Product
@@ -42,10 +44,10 @@ class Gpu:
         return f"--protocol span needs CUPTI: {found}" if isinstance(found, str) else None
 
     def refuses(self, one: Contender, call: Call, protocol: str) -> str | None:
-        """What cannot be captured, and what runs on threads and streams of its own."""
+        """What of others' cannot be captured, and what runs on threads and streams of its own."""
         if one.protocols and protocol not in one.protocols:
             return f"its kernels run on threads of its framework's: write --protocol {one.protocols[0]}"
-        return uncapturable(call) if protocol == "graph" and one.backend == TARGET else None
+        return uncapturable(call) if protocol == "graph" and one.backend not in OWN else None
 
     def sets(self, case: Case, read: int) -> list[Inputs]:
         """Together more than twice the L2."""
@@ -55,7 +57,7 @@ class Gpu:
 
     def contenders(self, spec: Spec, choice: Choice) -> Iterator[Contender]:
         """Ours, then theirs."""
-        return contenders(spec, names=choice.backends, rivals=choice.rivals)
+        return contenders(spec, choice)
 
     def ceiling(self, problem: Problem) -> Ceiling:
         """Copy and stream at the case's bytes; of the projections the bare matrix products."""
@@ -79,9 +81,7 @@ def start(samples: int, commit: str | None = None, command: str | None = None, *
 
 def uncapturable(call: Call) -> str | None:
     """Why no graph can be captured of a call; None if one can."""
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
+    stream = _aside()
     with stream:
         call()  # what it builds or allocates once cannot be captured
         stream.synchronize()
@@ -97,6 +97,14 @@ def uncapturable(call: Call) -> str | None:
         except Exception as error:
             return f"it cannot be captured in a CUDA graph: {type(error).__name__}: {error}"
     return None
+
+
+@functools.cache
+def _aside() -> Any:
+    """One stream for all: PyTorch keeps memory for each stream that it has seen."""
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 class BareProducts:

@@ -17,11 +17,15 @@ from ropegrad.verify.case import Case
 
 @dataclass(frozen=True)
 class Choice:
-    """Who is wanted: these backends of ours, or all that can run; and others, too."""
+    """Who is wanted: these backends of ours, or all that can run; and others, too.
+
+    precisions   of matrix products, on a GPU; () all
+    """
 
     backends: tuple[str, ...] = ()
     rivals: bool = True
     quick: bool = False
+    precisions: tuple[str, ...] = ()
 
 
 class Ceiling(Protocol):

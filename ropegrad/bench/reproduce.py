@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from ropegrad.backends import BACKENDS
 from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.bench import on_cpu, on_gpu
 from ropegrad.bench.contender import TARGET, Contender, Spec
-from ropegrad.bench.facts import OPS, identity, suite_of
+from ropegrad.bench.facts import OPS, OWN, identity, suite_of
 from ropegrad.bench.place import Choice, Place
 from ropegrad.bench.suite import time_case
 from ropegrad.bench.targets import Target
@@ -26,7 +25,6 @@ from ropegrad.records import Record
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.target import Contract
 
-OWN = frozenset(backend.name for backend in BACKENDS)
 Progress = Callable[[str], None]
 RELATIVE, MICROSECONDS = 0.03, 0.3
 
@@ -118,10 +116,12 @@ class Again:
 
     @property
     def choice(self) -> Choice:
-        """Our backends that were timed, and whether others were."""
+        """Our backends that were timed, at which promise, and whether others were."""
         names = dict.fromkeys(record.backend for record in self.records)
         mine = tuple(name for name in names if name in OWN)
-        return Choice(mine, rivals=bool(set(names) - set(mine) - {TARGET}))
+        promises = dict.fromkeys(record.precision for record in self.records)
+        precisions = tuple(promise for promise in promises if promise is not None)
+        return Choice(mine, rivals=bool(set(names) - set(mine) - {TARGET}), precisions=precisions)
 
     def targets(self) -> Iterator[Contender]:
         """Those that can still be had. Raises NoTarget for the others."""

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from ropegrad import api
 from ropegrad.backends import find
 from ropegrad.backends.base import Inputs
-from ropegrad.bench.contender import Call, Contender, Spec, is_textbook, promise, refusing
-from ropegrad.spec import RopeSpec
+from ropegrad.backends.cupy_tensor import allocate
+from ropegrad.bench import torch_rivals
+from ropegrad.bench.contender import Call, Contender, Spec, is_textbook, promise, promising, refusing
+from ropegrad.bench.place import Choice
+from ropegrad.bench.torch_rivals import on_cupys_stream, tensors
+from ropegrad.spec import PRECISIONS, QKV_BIASES, QKV_NEEDS, QKV_WEIGHTS, ROPE_NEEDS, RopeSpec
 from ropegrad.verify.conformance import NAMESPACES, cannot_run, own_backends
 from ropegrad.verify.runners import options
 
 _ROPE = ("grad_q_embed", "grad_k_embed", "q", "k", "cos", "sin")
+BY_PROMISE = ("cupy_tensor",)  # ours that compute otherwise at another promise; the rest does what it does
 
 
-def contenders(spec: Spec, *, names: Sequence[str] = (), rivals: bool) -> Iterator[Contender]:
-    """Ours that can run here, or those of these names; then theirs."""
-    yield from _ours(spec, names)
-    if not rivals or importlib.util.find_spec("torch") is None:
+def contenders(spec: Spec, choice: Choice) -> Iterator[Contender]:
+    """Ours that can run here, or those that are chosen; then theirs. Each at its promises."""
+    asked: list[str | None] = [None]
+    if not isinstance(spec, RopeSpec):
+        asked = [one for one in PRECISIONS if one in (choice.precisions or PRECISIONS)]
+    specs = [promising(spec, precision) for precision in asked]
+    yield from _ours(specs, choice.backends)
+    if not choice.rivals or importlib.util.find_spec("torch") is None:
         return
     if isinstance(spec, RopeSpec) and set(spec.needs) == {"q", "k"}:
         usual = (spec.pairing, spec.table, spec.adjoint) == ("half", "full", "exact")
@@ -32,68 +41,48 @@ def contenders(spec: Spec, *, names: Sequence[str] = (), rivals: bool) -> Iterat
         return
     if not is_textbook(spec):
         return
-    yield from _torch(spec)
+    yield from torch_rivals.contenders(spec, asked, compiled=not choice.quick)
     if isinstance(spec, RopeSpec) and importlib.util.find_spec("triton") is not None:
         yield Contender("triton", "triton", "triton", None, {}, _bind_triton)
 
 
-def _ours(spec: Spec, names: Sequence[str]) -> Iterator[Contender]:
-    for name in names or own_backends(spec):
-        reason = cannot_run(find(name), spec) if names else None
+def _ours(specs: Sequence[Spec], names: Sequence[str]) -> Iterator[Contender]:
+    """specs: one problem under each promise, the strictest first; who always computes alike has that one."""
+    for name in names or dict.fromkeys(name for spec in specs for name in own_backends(spec)):
         if NAMESPACES.get(name) != "cupy":
             if names:
-                yield refusing(name, spec, f"{name} takes NumPy arrays: write --arrays numpy")
-        elif reason is not None:
-            yield refusing(name, spec, f"{name} cannot run this: {reason}")
-        else:
+                yield refusing(name, specs[0], f"{name} takes NumPy arrays: write --arrays numpy")
+            continue
+        backend = find(name)
+        reasons = [cannot_run(backend, spec) for spec in specs]
+        able = [spec for spec, reason in zip(specs, reasons, strict=True) if reason is None]
+        for spec in able if name in BY_PROMISE else able[:1]:
             yield Contender(name, name, name, promise(spec), {}, partial(_bind_ours, spec, name))
+        if names and not able:
+            yield refusing(name, specs[-1], f"{name} cannot run this: {reasons[-1]}")
 
 
 def _bind_ours(spec: Spec, backend: str, inputs: Inputs) -> Call:
     import cupy
 
-    wanted = {need: cupy.empty(*spec.output(need)) for need in spec.needs}
-    names = ("q", "k", "cos", "sin") if isinstance(spec, RopeSpec) else spec.needs
-    out = tuple(wanted.get(name) for name in names)
-    call = api.rope_backward if isinstance(spec, RopeSpec) else api.qkv_rope_backward
-    arrays = map(inputs.get, _ROPE) if isinstance(spec, RopeSpec) else inputs.values()
-    launch = partial(call, *arrays, **options(spec), out=out, backend=backend)
+    launch: Call
+    words = options(spec) | {"backend": backend}
+    if isinstance(spec, RopeSpec):
+        made = {f"grad_{need}": cupy.empty(*spec.output(need)) for need in spec.needs}
+        words["out"] = tuple(made.get(f"grad_{name}") for name in ROPE_NEEDS)
+        launch = partial(api.rope_backward, *map(inputs.get, _ROPE), **words)
+    else:
+        made = allocate(spec)  # as fresh results lie: the weights' are one matrix
+        names = QKV_NEEDS if set(QKV_BIASES) & set(spec.needs) else QKV_WEIGHTS
+        words["out"] = tuple(made.get(f"grad_{name}") for name in names)
+        launch = partial(api.qkv_rope_backward, *inputs.values(), **words)
     return lambda: [x for x in launch() if x is not None]
-
-
-def _torch(spec: Spec) -> Iterator[Contender]:
-    """The reference formula eager, and every formula compiled."""
-    import torch
-
-    from ropegrad.bench.torch_formulas import FORMULAS
-
-    torch._dynamo.reset()  # it gives up compiling after a few shapes of one formula
-    op = "rope" if isinstance(spec, RopeSpec) else "qkv"
-    for formula in FORMULAS[op]:
-        for compiled in (False, True):
-            if compiled or formula == "reference":
-                kernel = f"torch {'compile' if compiled else 'eager'}"
-                facts = {"formula": formula, "compiled": compiled}
-                bind = partial(_bind_torch, op, formula, compiled, promise(spec) or "highest")
-                yield Contender(f"{kernel} {formula}", "torch", kernel, promise(spec), facts, bind)
-
-
-def _bind_torch(op: str, formula: str, compiled: bool, precision: str, inputs: Inputs) -> Call:
-    import torch
-
-    from ropegrad.bench.torch_formulas import FORMULAS
-
-    function = FORMULAS[op][formula]
-    if compiled:
-        function = torch.compile(function, dynamic=False)
-    torch.set_float32_matmul_precision(precision)  # a run has one
-    return _on_cupys_stream(function, _tensors(inputs))
 
 
 def _bind_triton(inputs: Inputs) -> Call:
     from ropegrad.bench.triton_rope import rope_backward
 
-    return _on_cupys_stream(rope_backward, _tensors(inputs))
+    return on_cupys_stream(rope_backward, tensors(inputs))
 
 
 def _bind_liger(own_layout: bool, inputs: Inputs) -> Call:
@@ -104,7 +93,7 @@ def _bind_liger(own_layout: bool, inputs: Inputs) -> Call:
     from liger_kernel.ops.rope import rope_backward
 
     read = ("grad_q_embed", "grad_k_embed", "cos", "sin")
-    gq, gk, cos, sin = _tensors({name: inputs[name] for name in read})
+    gq, gk, cos, sin = tensors({name: inputs[name] for name in read})
     gq, gk = gq.clone(), gk.clone()  # it may write into them
 
     def run() -> Sequence[Any]:
@@ -113,24 +102,4 @@ def _bind_liger(own_layout: bool, inputs: Inputs) -> Call:
         dq, dk, *_ = rope_backward(gq.transpose(1, 2), gk.transpose(1, 2), cos, sin)
         return dq.transpose(1, 2), dk.transpose(1, 2)
 
-    return _on_cupys_stream(run, [])
-
-
-def _tensors(inputs: Inputs) -> list[Any]:
-    import torch
-
-    return [torch.utils.dlpack.from_dlpack(x) for x in inputs.values()]
-
-
-def _on_cupys_stream(function: Callable[..., Sequence[Any]], tensors: list[Any]) -> Call:
-    import cupy
-    import torch
-
-    external: Any = torch.cuda.ExternalStream
-
-    def run() -> Sequence[Any]:
-        stream = external(cupy.cuda.get_current_stream().ptr)
-        with torch.cuda.stream(stream), torch.no_grad():
-            return function(*tensors)
-
-    return run
+    return on_cupys_stream(run, [])

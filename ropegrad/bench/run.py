@@ -42,7 +42,7 @@ DECIDES: dict[str, tuple[str, ...]] = {
         *_JUDGED,
     ),
     "cupy_plain": ("backends/cupy_plain.py", "backends/cublas.py", "maths/layout.py", *_TIMED, *_JUDGED),
-    "torch": ("bench/torch_formulas.py", *_TIMED, *_JUDGED),
+    "torch": ("bench/torch_formulas.py", "bench/torch_rivals.py", *_TIMED, *_JUDGED),
     "triton": ("bench/triton_rope.py", *_TIMED, *_JUDGED),
     "liger": (*_TIMED, *_JUDGED),
     "target": (*_TIMED, *_JUDGED),

@@ -1,7 +1,8 @@
 """One case, on a CPU or on a GPU: everybody is checked on the inputs that are then timed, in turns.
 
 A case's records: the ceilings at its bytes or its bare matrix products, ropegrad's backends, targets, rivals.
-All get the same inputs; each is judged against the oracle, and who is wrong has no time.
+All get the same inputs; each is judged against the oracle at its own promise, and who is wrong has no time.
+Who is inside every bound and yet shows fewer bits than its promise says is timed, and its record says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import msgspec
 import numpy as np
 
 from ropegrad.backends.base import Inputs
-from ropegrad.bench.contender import TARGET, Call, Contender
+from ropegrad.bench.contender import TARGET, Call, Contender, Spec, promising
+from ropegrad.bench.facts import OWN
 from ropegrad.bench.place import Place
 from ropegrad.bench.timing import Timing
 from ropegrad.bench.workloads import Problem
@@ -23,10 +25,12 @@ from ropegrad.records import Record
 from ropegrad.spec import QkvSpec
 from ropegrad.verify.case import Case, NumpyArray
 from ropegrad.verify.check import Finding, Verdict, check_all
+from ropegrad.verify.judge import gate
 from ropegrad.verify.runners import to_numpy
 
 Progress = Callable[[str], None]
 HELD = 1 << 30  # bytes of outputs that are kept for one judgement
+GATED = 256  # products of a sum from which on effective bits tell a promise that was broken
 PROTOCOLS = {"span": "span/cupti", "graph": "graph", "wall": "wall"}  # as asked for, and as recorded
 
 
@@ -77,13 +81,13 @@ def _timed(
     refused: dict[str, str | None] = {}
     for entry in entries:
         if entry.right:
-            refused[entry.one.name] = place.refuses(entry.one, entry.calls[0], protocol)
-    running = {e.one.name: e.calls for e in entries if e.right and refused[e.one.name] is None}
+            refused[entry.one.key] = place.refuses(entry.one, entry.calls[0], protocol)
+    running = {e.one.key: e.calls for e in entries if e.right and refused[e.one.key] is None}
     progress(f"{protocol}: timing {len(running)}")
     try:
         timings = place.time({**ceiling.contenders, **running}, protocol)
-    except Exception as error:  # a target that works on a stream of its own, say: the others go on
-        others = {e.one.name for e in entries if e.one.backend == TARGET} & set(running)
+    except Exception as error:  # one of others' that works on a stream of its own, say: ours go on
+        others = {e.one.key for e in entries if e.one.backend not in OWN} & set(running)
         if not others:
             raise
         refused |= dict.fromkeys(others, f"it could not be timed: {error}")
@@ -92,11 +96,11 @@ def _timed(
     yield from ceiling.records(problem.name, timings, problem.suite)
     read = next(iter(timings.values())).protocol
     for entry in entries:
-        reason = entry.one.refused or refused.get(entry.one.name)
+        reason = entry.one.refused or refused.get(entry.one.key)
         if reason is not None:
             yield _refused(place, problem, entry, protocol, reason)
         else:
-            yield _record(place, problem, entry, timings.get(entry.one.name, Timing(read, ())))
+            yield _record(place, problem, entry, timings.get(entry.one.key, Timing(read, ())))
 
 
 def _refused(place: Place, problem: Problem, entry: Entry, protocol: str, reason: str | None) -> Record:
@@ -108,16 +112,33 @@ def _record(
     place: Place, problem: Problem, entry: Entry, timing: Timing, refused: str | None = None
 ) -> Record:
     one, verdict = entry.one, entry.verdict or Verdict(problem.name)
+    spec = promising(problem.spec, one.precision)
     broken = {finding.array or "call": math.inf for finding in verdict.findings}
     bits = {name: bits if math.isfinite(bits) else None for name, bits in verdict.bits.items()}
     return place.run.record(
         problem.op, problem.name, timing, broken | verdict.worst, refused=refused,
-        note=verdict.findings[0].message.partition("\n")[0] if verdict.findings else timing.note,
-        backend=one.backend, kernel=one.kernel, spec={"suite": problem.suite} | facts_of(problem.spec),
+        note="; ".join(_notes(spec, verdict, timing)) or None,
+        backend=one.backend, kernel=one.kernel, spec={"suite": problem.suite} | facts_of(spec),
         options=options_of(place, one), precision=one.precision, bytes_read=problem.cost.read,
         bytes_written=problem.cost.written, flops=problem.cost.flops, effective_bits=bits,
         digest=place.digest(one),
     )  # fmt: skip
+
+
+def _notes(spec: Spec, verdict: Verdict, timing: Timing) -> Iterator[str]:
+    """What was found first; of one that is right, what it lacks, and how it was timed."""
+    if verdict.findings:
+        yield verdict.findings[0].message.partition("\n")[0]
+        return
+    if isinstance(spec, QkvSpec):
+        for name, bits in verdict.bits.items():
+            products = sum(map(spec.rows, "qkv")) if name == "grad_hidden_states" else spec.tokens
+            limit = gate(spec.precision, products, compute=spec.rope.compute, storage=spec.rope.dtype)
+            if products >= GATED and 2.0**-bits > limit:
+                asked = f"{spec.precision} asks for {-math.log2(limit):.2f}"
+                yield f"{name} has {bits:.2f} effective bits, {asked}"
+    if timing.note is not None:
+        yield timing.note
 
 
 def options_of(place: Place, one: Contender) -> dict[str, Any]:
@@ -144,11 +165,9 @@ def _judge(
             groups.setdefault((entry.one.flushes, entry.one.precision), []).append(entry)
     several = max(HELD // max(problem.cost.written, 1), 1)
     for (flushes, precision), group in groups.items():
-        judged = case
-        if precision is not None and isinstance(case.spec, QkvSpec):
-            judged = replace(case, spec=replace(case.spec, precision=precision))
+        judged = replace(case, spec=promising(case.spec, precision))
         for start in range(0, len(group), several):
-            some = {entry.one.name: entry for entry in group[start : start + several]}
+            some = {entry.one.key: entry for entry in group[start : start + several]}
             functions = {name: _checked(entry, case, sets, progress) for name, entry in some.items()}
             verdicts = check_all(judged, functions, measure_bits=True, flushes=flushes, catch=True)
             for name, entry in some.items():
@@ -166,7 +185,7 @@ def _checked(
     """The first call, as the judge wants it; what it did to its inputs is kept and undone."""
 
     def function(_: Case) -> dict[str, NumpyArray]:
-        progress(f"checking {entry.one.name}")
+        progress(f"checking {entry.one.key}")
         entry.verdict = Verdict(case.name)
         entry.calls = [entry.one.bind(inputs) for inputs in sets]
         arrays = entry.calls[0]()

@@ -1,4 +1,7 @@
-"""`python -m ropegrad.bench.suite_terminal`: a suite, or this GPU's plain limits, into a file of records."""
+"""`python -m ropegrad.bench.suite_terminal`: a suite, or this GPU's plain limits, into a file of records.
+
+The projections are timed at every promise at once, each contender at its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from rich.console import Console
 
 from ropegrad import records
 from ropegrad.bench import on_gpu
+from ropegrad.bench.ahead import compile_ahead
 from ropegrad.bench.asked import Asked
 from ropegrad.bench.bench_terminal import run, show_run
 from ropegrad.bench.ledger import Ledger
@@ -30,7 +34,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--commit")
     parser.add_argument("--command", default="python3 scripts/gpu --only time")
     parser.add_argument("--samples", type=int, default=30)
-    parser.add_argument("--precision", default="highest", choices=("highest", "high", "medium"))
     parser.add_argument("--without-rivals", action="store_true")
     parser.add_argument("--cases", type=int, help="only the first so many")
     given = parser.parse_args(arguments)
@@ -42,10 +45,12 @@ def main(arguments: Sequence[str]) -> int:
         if not any(record.op == "gemm" for record in ledger.records):
             ledger.add(list(plain_limits(place.run, console.print, Samples(final=given.samples))))
         return 0
-    contract = Contract(op=given.suite.partition("-")[0], precision=given.precision)
+    contract = Contract(op=given.suite.partition("-")[0])
     asked = Asked(suite=given.suite, choice=Choice(rivals=not given.without_rivals), json=given.file)
     cases = problems(given.suite, contract, asked.domain)[: given.cases]
     show_run(console, place)
+    if asked.choice.rivals:
+        compile_ahead([problem.spec for problem in cases if not ledger.of(problem)])
     return run(console, place, cases, (), asked, ledger)
 
 

@@ -2,7 +2,8 @@
 
 How torch.compile fuses depends on the formula by a factor of several, so there are several, and the best
 counts. Arguments and results as `ropegrad.rope_backward` and `qkv_rope_backward` have them, layout bhsd, half
-pairing, full tables [B, S, D]; every formula is the exact adjoint.
+pairing, full tables [B, S, D]; every formula is the exact adjoint. Gradients have their input's dtype, also
+where autocast multiplies in another.
 """
 
 from __future__ import annotations
@@ -90,22 +91,27 @@ def _qkv_reference(
     rows = [_rows(g) for g in (unrotate_reference(gq, c, s), unrotate_reference(gk, c, s), gv)]
     tokens = x.flatten(0, 1)
     hidden = rows[0] @ wq + rows[1] @ wk + rows[2] @ wv
-    return hidden.view_as(x), *(row.t() @ tokens for row in rows)
+    return hidden.view_as(x).to(x.dtype), *((row.t() @ tokens).to(wq.dtype) for row in rows)
 
 
-def _qkv_packed(unrotate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Formula:
-    def formula(
-        gq: Tensor, gk: Tensor, gv: Tensor, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor,
-        sin: Tensor,
-    ) -> Any:  # fmt: skip
-        """Two products, as a careful user writes it."""
-        c, s = cos[:, None], sin[:, None]
-        packed = torch.cat([_rows(g) for g in (unrotate(gq, c, s), unrotate(gk, c, s), gv)], dim=1)
-        hidden = packed @ torch.cat((wq, wk, wv))
-        weights = packed.t() @ x.flatten(0, 1)
-        return hidden.view_as(x), *weights.split([w.shape[0] for w in (wq, wk, wv)])
-
-    return formula
+def _qkv_packed(
+    gq: Tensor,
+    gk: Tensor,
+    gv: Tensor,
+    x: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Any:
+    """Two products, as a careful user writes it."""
+    c, s = cos[:, None], sin[:, None]
+    rotated = unrotate_reference(gq, c, s), unrotate_reference(gk, c, s), gv
+    packed = torch.cat([_rows(g) for g in rotated], dim=1)
+    hidden = packed @ torch.cat((wq, wk, wv))
+    weights = (packed.t() @ x.flatten(0, 1)).to(wq.dtype)
+    return hidden.view_as(x).to(x.dtype), *weights.split([w.shape[0] for w in (wq, wk, wv)])
 
 
 FORMULAS: dict[str, dict[str, Formula]] = {
@@ -114,9 +120,5 @@ FORMULAS: dict[str, dict[str, Formula]] = {
         "halves": _rope_halves,
         "flipped": _rope(unrotate_flipped, _swap_flipped),
     },
-    "qkv": {
-        "reference": _qkv_reference,
-        "packed": _qkv_packed(unrotate_reference),
-        "packed halves": _qkv_packed(unrotate_halves),
-    },
+    "qkv": {"reference": _qkv_reference, "packed": _qkv_packed},
 }

@@ -8,9 +8,8 @@ from matplotlib.figure import Figure
 from ropegrad.bench.facts import OPS
 from ropegrad.report.canvas import LIGHT, Words, frame, plain_log, sheet
 from ropegrad.report.marks import About, Marks, about, dot, legend, marks, used
+from ropegrad.report.promises import BITS
 from ropegrad.report.rows import Point, Setting
-
-PROMISES = {"high: 11.5 bits": 11.5, "medium: 8.5 bits": 8.5}  # what `verify` demands of those precisions
 
 
 def measured(setting: Setting, op: str) -> list[Point]:
@@ -57,12 +56,12 @@ def _panel(axes: Axes, setting: Setting, op: str, known: Marks) -> None:
     axes.set_ylim(middle - half, middle + half)
     axes.set_xlim(min(times) / 1.8, max(times) * 1.8)
     plain_log(axes, x=True)
-    for label, bits_promised in PROMISES.items():
+    for promise, bits_promised in BITS.items():
         if op == "qkv" and bits_promised > axes.get_ylim()[0]:
             axes.axhline(bits_promised, color=LIGHT.soft, linestyle=":", linewidth=1.1)
             axes.text(
-                0.99, bits_promised, label, transform=axes.get_yaxis_transform(), ha="right", va="bottom",
-                fontsize=8.5, color=LIGHT.soft,
+                0.99, bits_promised, f"{promise}: {bits_promised} bits",
+                transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=8.5, color=LIGHT.soft,
             )  # fmt: skip
     cases = len({point.record.case for point in setting.of(op)})
     axes.set(xlabel="mean time, µs", ylabel="effective bits", title=f"{op}, {cases} cases")

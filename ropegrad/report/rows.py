@@ -8,16 +8,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ropegrad.backends import BACKENDS
 from ropegrad.bench.datasheet import Datasheet, find
-from ropegrad.bench.facts import OPS, dtype_of, identity, rope_spec, suite_of
+from ropegrad.bench.facts import OPS, OWN, PRODUCTS, dtype_of, identity, rope_spec, suite_of
 from ropegrad.records import Record
 
 CEILINGS = ("copy", "stream", "products", "gemm")
 PROTOCOLS = ("graph", "wall", "span/cupti", "span/events")  # the first that a device has makes its figures
-# What a promise is held against: bare products at least as accurate. The fastest of them is the ceiling.
-PRODUCTS = {"highest": ("fp32",), "high": ("tf32", "fp16"), "medium": ("tf32", "fp16")}
-OWN = frozenset(backend.name for backend in BACKENDS)
 
 
 @dataclass(frozen=True, order=True)
