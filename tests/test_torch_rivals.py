@@ -101,17 +101,17 @@ def test_arithmetic_is_switched_for_its_own_calls_alone(compiled, monkeypatch):
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_three_cases_are_autotuned_packed_below_highest(compiled):
+def test_the_largest_case_is_autotuned_packed_below_highest(compiled):
     found = {}
     for case, spec in SUITES["qkv"]().items():
         for one in torch_rivals.contenders(spec, PRECISIONS):
             if "mode" in one.options:
                 found.setdefault(case, []).append((one.name, one.precision, one.options["mode"]))
     ways = [("torch compile packed autotuned", p, "max-autotune-no-cudagraphs") for p in ("high", "medium")]
-    assert found == dict.fromkeys(("B=2 S=128", "B=1 S=2048", "B=1 S=8192"), ways)
+    assert found == {"B=1 S=8192": ways}
     keys = [one.key for one in torch_rivals.contenders(spec, PRECISIONS)]
     assert len(set(keys)) == len(keys) == 14
-    assert [words["mode"] for words in compiled].count("max-autotune-no-cudagraphs") == 8
+    assert [words["mode"] for words in compiled].count("max-autotune-no-cudagraphs") == 4
 
 
 @pytest.mark.parametrize(
