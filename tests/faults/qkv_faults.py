@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 from kernels import qkv_backward
 from planting import planted
-from rope_faults import LOW, WRONG, name, swapped, tf32
+from rope_faults import LOW, SMALL, WRONG, flushed_too_early, name, small_lost, swapped, tf32
 
 NAMES = ("gq", "gk", "gv", "x", "wq", "wk", "wv", "cos", "sin")
 
@@ -146,6 +146,11 @@ planted(LOW, op="qkv")(name("tf32_products", operands(tf32)))
 planted(LOW, op="qkv")(name("bfloat16_products", operands(bf16)))
 planted(LOW, op="qkv", precision="high")(name("truncated_tf32_under_high", operands(truncated)))
 planted(LOW, op="qkv", precision="high")(name("bfloat16_under_high", operands(bf16)))
+
+
+planted(WRONG, SMALL, op="qkv")(
+    name("qkv_flushes_below_1e_36", small_lost(qkv_backward, flushed_too_early, upstream=3))
+)
 
 
 @planted("unjustified NaN or Inf", op="qkv", precision="high")

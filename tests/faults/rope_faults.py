@@ -567,6 +567,37 @@ planted(LOW)(
 )
 
 
+def small_lost(backward, lose, upstream=2):
+    """A backward whose upstream gradients lose something first."""
+
+    def function(*arrays):
+        with np.errstate(all="ignore"):
+            return backward(*map(lose, arrays[:upstream]), *arrays[upstream:])
+
+    return function
+
+
+def flushed_too_early(x):
+    """Normal numbers from 1.2e-38 to 1e-36 become zero, too."""
+    return np.where(np.abs(x) < np.float32(1e-36), x * np.float32(0), x)
+
+
+def scaled_down_and_up(x):
+    """Numbers below 2^-106 lose bits on the way."""
+    return x * np.float32(2**-20) * np.float32(2**20)
+
+
+SMALL = "small though normal numbers"
+planted(WRONG, SMALL)(name("flushes_below_1e_36", small_lost(rope_backward, flushed_too_early)))
+planted(WRONG, SMALL)(name("scaled_by_2_to_the_minus_20", small_lost(rope_backward, scaled_down_and_up)))
+
+
+@planted(WRONG, SMALL)
+def flushes_results_below_1e_36(*arrays):
+    with np.errstate(all="ignore"):
+        return [flushed_too_early(x) for x in rope_backward(*arrays)]
+
+
 @planted(LOW)
 def bfloat16_sums(gq, gk, q, k, cos, sin):
     sums = [np.zeros(cos.shape, ml_dtypes.bfloat16) for _ in range(2)]
