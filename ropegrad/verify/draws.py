@@ -220,6 +220,12 @@ def _real_tables(base: float, first: int = 0, scale: float = 1.0) -> Callable[..
     return tables
 
 
+def _zero_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
+    """Half of the elements are zeros, of both signs."""
+    cos, sin = (_zeros(rng, spec.table_shape, spec.table_dtype, "table") for _ in range(2))
+    return cos, sin
+
+
 def _nonfinite_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     """A NaN or an Inf in a table: an uninitialised buffer, say."""
     return (
@@ -237,5 +243,6 @@ TABLES: dict[str, Tables] = {
     "base10000": _real_tables(10_000.0),
     "far": _real_tables(10_000.0, first=1_000_000),
     "scaled": _real_tables(10_000.0, scale=1.4159),
+    "zeros": _zero_tables,
     "nonfinite": _nonfinite_tables,
 }

@@ -624,6 +624,35 @@ def squares_overflow(gq, gk, q, k, cos, sin):
         return grads[0] + 0 * (gq * gq), *grads[1:]
 
 
+@planted("unjustified NaN or Inf")
+def divided_by_the_cosine(gq, gk, q, k, cos, sin):
+    """The tangent, in float64 and right, but where the cosine is zero."""
+
+    def rotated(g):
+        wide, c, s = g.astype("f8"), cos[:, None].astype("f8"), sin[:, None]
+        return (c * (wide + rotate_half_back(wide * s) / c)).astype(g.dtype)
+
+    with np.errstate(all="ignore"):
+        return rotated(gq), rotated(gk), *table_sums(gq, gk, q, k)
+
+
+def heads_without_zeros(g, cos, sin):
+    """As with a mask or a sparse product: 0 times Inf is not computed."""
+
+    def times(table):
+        return np.where(g == 0, np.float32(0), g * table[:, None])
+
+    with np.errstate(all="ignore"):
+        return times(cos) + rotate_half_back(times(sin))
+
+
+@planted("hidden NaN or Inf")
+def zero_gradients_skipped(gq, gk, q, k, cos, sin):
+    with np.errstate(all="ignore"):
+        rotated = (heads_without_zeros(g, cos, sin) for g in (gq, gk))
+        return *rotated, *table_sums(gq, gk, q, k)
+
+
 planted("hidden NaN or Inf")(name("nan_to_num", lambda *a: [np.nan_to_num(x) for x in rope_backward(*a)]))
 planted("hidden NaN or Inf")(
     name("clipped", lambda *a: [np.clip(x, np.float32(-3e38), np.float32(3e38)) for x in rope_backward(*a)])
