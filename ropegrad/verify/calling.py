@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,12 +42,23 @@ class Answer:
 Function = Callable[..., Any]
 
 
+class Kept(NamedTuple):
+    """A result as it was returned, and the checksum of what was read from it then."""
+
+    name: str
+    array: Array
+    digest: int
+
+
+OVERWRITTEN = "overwritten by a later call"
+
+
 class Caller:
-    """Calls one function; remembers the last results, which a later call must leave alone."""
+    """Calls one function; keeps the results of the last two calls, which a later one must leave alone."""
 
     def __init__(self, function: Function, contract: Contract) -> None:
         self.function, self.contract = function, contract
-        self.kept: list[tuple[str, Array, int]] = []
+        self.kept: tuple[list[Kept], list[Kept]] = ([], [])  # of the call before the last, and of the last
 
     def __call__(self, memory: Bytes, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
         """Call with the arena's arrays: `order` names the arguments, `names` the outputs.
@@ -97,15 +108,26 @@ class Caller:
             if array is not None:
                 arrays[name] = array
         if place.shares and not given:
-            _aliases(arrays, inputs, self.kept, answer)
-        for name, array, old in self.kept:
-            if _digest(array) != old:
-                text = f"{name} of the last call changed during this one: both are the same memory"
-                answer.notes.append(("stale output", name, text))
-        shared = {name for _, name, _ in answer.notes}  # with an input, say: that has been said
-        self.kept = []
-        if not given and self.contract.of == "backward":
-            self.kept = [(n, x, _digest(x)) for n, x in arrays.items() if n not in shared]
+            _aliases(arrays, inputs, answer)
+        self._look_back(arrays if place.shares else {}, answer)
+        said = {name for _, name, _ in answer.notes}  # of one that is an input's memory, say
+        kept = [] if given else [Kept(n, x, _digest(x)) for n, x in arrays.items() if n not in said]
+        self.kept = (self.kept[1], kept)
+
+    def _look_back(self, arrays: dict[str, Array], answer: Answer) -> None:
+        """Notes for results of earlier calls that changed, or whose memory was given out again.
+
+        The call before the last may have had the data of this one: its results are the same bits, then.
+        """
+        for old in (*self.kept[0], *self.kept[1]):
+            if _digest(old.array) != old.digest:
+                text = f"{old.name} of an earlier call has changed: a later call overwrites its results"
+                answer.notes.append((OVERWRITTEN, old.name, text))
+        for old in self.kept[0]:
+            for name, array in arrays.items():
+                if _shares(memory(array), memory(old.array)):
+                    text = f"{name} is in the memory of an earlier call's {old.name}, which it overwrites"
+                    answer.notes.append((OVERWRITTEN, old.name, text))
 
 
 def _digest(array: Array) -> int:
@@ -148,9 +170,7 @@ def _where(error: BaseException) -> str:
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else text
 
 
-def _aliases(
-    arrays: dict[str, Array], inputs: dict[str, Array], kept: list[tuple[str, Array, int]], answer: Answer
-) -> None:
+def _aliases(arrays: dict[str, Array], inputs: dict[str, Array], answer: Answer) -> None:
     """Notes for outputs that share memory with an input or with one another."""
     others = [(f"the input {name}", memory(array)) for name, array in inputs.items()]
     for name, array in arrays.items():

@@ -189,9 +189,12 @@ def judge_call(function: Any, call: dict[str, Any], how: dict[str, Any], kept: l
         if not dps and not how["forward"]:
             shared = [n for n, x in others.items() if x is not None and overlap(got, x)]
             faults += [f"{name} shares memory with {other}" for other in shared]
-    faults += [f"{n} of the call before was changed" for n, x, old in kept if as_numpy(x).tobytes() != old]
-    alone = not dps and not how["forward"]
-    kept[:] = [(n, x, as_numpy(x).tobytes()) for n, x in found.items() if x is not None and alone]
+    for n, x, old in kept:
+        again = [name for name, got in found.items() if got is not None and not dps and overlap(got, x)]
+        if as_numpy(x).tobytes() != old:
+            faults.append(f"{n} of an earlier call was changed")
+        faults += [f"{name} is in the memory of an earlier call's {n}" for name in again]
+    kept += [(n, x, as_numpy(x).tobytes()) for n, x in found.items() if x is not None and not dps]
     return faults
 
 

@@ -28,7 +28,7 @@ from ropegrad.verify.sums import Floats
 
 RULES = (
     "wrong value", "below the promised precision", "missing gradient", "wrong shape, dtype or device",
-    "output not (fully) written", "stale output", "input mutated",
+    "output not (fully) written", "stale output", "overwritten by a later call", "input mutated",
     "output aliases an input or another output", "written outside the output", "unjustified NaN or Inf",
     "hidden NaN or Inf", "depends on strides or alignment", "breaks a property", "declined", "raised", "hung",
     "crashed",
