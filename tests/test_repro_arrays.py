@@ -32,6 +32,7 @@ def run_script(file, *paths):
         ("numpy_results", "backward", (), "is a numpy.ndarray, not an array of torch"),
         ("two_buffers_in_turn", "backward", (), "is in the memory of an earlier call's grad_q"),
         ("static_buffer", "rope", ("--of", "forward"), "grad_q of an earlier call was changed"),
+        ("one_more", "backward", (), "the result has 5 values, not 4"),
         ("into_too_much", "into", ("--dps",), "memory beside grad_sin was written"),
         ("own_sine", "rope", ("--of", "forward"), "grad_q["),
         ("wrong_values", "rope", ("--of", "forward"), "q_embed["),

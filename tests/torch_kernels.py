@@ -119,6 +119,10 @@ def numpy_results(*arrays):
     return [x.numpy() for x in backward(*arrays)]
 
 
+def one_more(*arrays):
+    return *backward(*arrays), arrays[0].sum()
+
+
 _RING = {}
 
 

@@ -89,7 +89,9 @@ class Caller:
         if self.contract.of == "forward":
             return _DIFFERENTIATE[self.contract.arrays](self.function, self.contract, inputs, names, order)
         result = self.function(*[inputs.get(name) for name in order], *outputs)
-        return dict(zip(names, outputs, strict=True)) if self.contract.dps else named(result, names)
+        if self.contract.dps:
+            return dict(zip(names, outputs, strict=True))
+        return named(result, names, self.contract.most)
 
     def _look(
         self, found: dict[str, Any] | str, inputs: dict[str, Array], given: list[Array], answer: Answer,
@@ -145,11 +147,16 @@ def probe(contract: Contract) -> None:
         raise NoTarget(f"no {contract.arrays} arrays on {contract.device} here: {reason}") from None
 
 
-def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:
-    """A function's result by the outputs' names: a mapping, a tuple in their order, or one array."""
+def named(result: Any, names: tuple[str, ...], most: int = 0) -> dict[str, Any] | str:
+    """A function's result by the outputs' names: a mapping, a tuple in their order, or one array.
+
+    More than is asked for is a sentence, too; but None for other gradients: the operation has `most` in all.
+    """
     if isinstance(result, Mapping):
-        missing = [name for name in names if name not in result]
-        if len(missing) < len(names):
+        more = [str(name) for name, x in result.items() if name not in names and x is not None]
+        if set(names) & set(result):
+            if more:
+                return f"the result has {', '.join(more)}, too: {', '.join(names)} were asked for"
             return {name: result.get(name) for name in names}
         given = ", ".join(map(str, result)) or "nothing"
         return f"the result is a mapping of {given}, not of {', '.join(names)}"
@@ -157,8 +164,9 @@ def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:
         result = (result,)
     if all(x is None for x in result):
         return dict.fromkeys(names)
-    if len(result) < len(names) or any(x is not None for x in result[len(names) :]):
-        return f"the result has {len(result)} arrays, not {len(names)}: {', '.join(names)}"
+    many = len(result) > max(len(names), most) or any(x is not None for x in result[len(names) :])
+    if len(result) < len(names) or many:
+        return f"the result has {len(result)} values, not {len(names)}: {', '.join(names)}"
     return dict(zip(names, result, strict=False))
 
 

@@ -96,6 +96,16 @@ def results_by_name(results: Any, names: list[str]) -> dict[str, Any]:
     return dict(zip(names, (*results, *[None] * len(names)), strict=False))
 
 
+def surplus(results: Any, names: list[str], most: int) -> list[str]:
+    if isinstance(results, dict):
+        more = [name for name, x in results.items() if name not in names and x is not None]
+        return [f"the result has {', '.join(more)}, too"] if more else []
+    if not isinstance(results, (tuple, list)):
+        return []
+    many = len(results) > max(len(names), most) or any(x is not None for x in results[len(names) :])
+    return [f"the result has {len(results)} values, not {len(names)}"] if many else []
+
+
 # ---- arrays of other libraries -------------------------------------------------------------------------
 
 
@@ -179,6 +189,8 @@ def judge_call(function: Any, call: dict[str, Any], how: dict[str, Any], kept: l
         results = function(*inputs.values(), *(x for x, _ in given))
         found = results_by_name([x for x, _ in given] if dps else results, names)
     faults = [f"{name} was changed" for name, x in inputs.items() if as_numpy(x).tobytes() != before[name]]
+    if not how["forward"] and not dps:
+        faults += surplus(results, names, how["most"])
     for name, (_, memory) in zip(names, given, strict=False):
         edges = as_numpy(memory)
         if (edges[:4096] != 255).any() or (edges[-4096:] != 255).any():

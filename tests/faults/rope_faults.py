@@ -2,7 +2,7 @@
 
 import ml_dtypes
 import numpy as np
-from kernels import rope_backward, rotate_half, rotate_half_back
+from kernels import by_name, rope_backward, rotate_half, rotate_half_back
 from planting import planted
 
 from ropegrad.verify import Domain
@@ -310,6 +310,13 @@ planted(FORM)(name("float64_results", lambda *arrays: rope_backward(*(x.astype("
 planted(FORM)(name("head_axis_kept", changed(2, lambda x, *_: x[:, None])))
 planted(FORM)(name("tables_first", lambda *arrays: rope_backward(*arrays)[::-1]))
 planted(FORM)(name("three_results", lambda *arrays: rope_backward(*arrays)[:3]))
+planted(FORM, "has 5 values, not 4")(
+    name("five_results", lambda *arrays: (*rope_backward(*arrays), arrays[0]))
+)
+planted(FORM, "has 5 values, not 4")(name("five_with_none", lambda *arrays: (*rope_backward(*arrays), None)))
+planted(FORM, "has loss, too")(
+    name("one_more_by_name", lambda *arrays: by_name(*arrays) | {"loss": arrays[0]})
+)
 planted(FORM)(name("lists", lambda *arrays: [x.tolist() for x in rope_backward(*arrays)]))
 
 
