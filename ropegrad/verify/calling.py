@@ -30,6 +30,8 @@ class Answer:
     status    returned, raised, declined (NotImplementedError), hung, crashed
     outputs   None where the function gave None; absent where it gave nothing usable
     notes     (rule, array, sentence) of faults that only the calling process can see
+
+    What it says may come from the target: characters that a terminal would obey are escaped.
     """
 
     status: str
@@ -37,6 +39,14 @@ class Answer:
     outputs: dict[str, NumpyArray | None] = field(default_factory=dict)
     notes: list[tuple[str, str, str]] = field(default_factory=list)
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.message = _printable(self.message)
+        self.notes = [(rule, array, _printable(text)) for rule, array, text in self.notes]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 Function = Callable[..., Any]
