@@ -288,8 +288,9 @@ def test_ctrl_c_in_the_middle_of_a_verdict(tmp_path):
     )
     command = [sys.executable, "-m", "ropegrad", "verify", "target.py:backward"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )  # fmt: skip
     while not (tmp_path / "started").exists() and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
