@@ -24,6 +24,7 @@ app = cyclopts.App(
     name="ropegrad",
     help="Exact, verified gradients of rotary position embedding and of the QKV projections before it.",
     version=ropegrad.__version__,
+    suppress_keyboard_interrupt=False,  # `main` says that it was interrupted
 )
 
 

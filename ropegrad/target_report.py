@@ -24,11 +24,16 @@ VERDICTS = {
 
 
 def probe(*files: Path | None) -> None:
-    """OSError before the work where a report could not be written after it."""
+    """OSError before the work where a file could not be written after it; leaves nothing behind."""
     for file in files:
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.open("ab").close()
+        if file is None:
+            continue
+        if not file.parent.is_dir():
+            raise FileNotFoundError(f"{file} cannot be written: there is no folder {file.parent}")
+        new = not file.exists()
+        file.open("ab").close()
+        if new:
+            file.unlink()
 
 
 def write(target: str, seen: Examination, seconds: float, json_file: Path | None, junit: Path | None) -> None:

@@ -56,7 +56,7 @@ class Reports:
 
     def probe(self) -> None:
         """OSError where one cannot be written."""
-        target_report.probe(self.json, self.junit)
+        target_report.probe(self.json, self.junit, self.repro)
 
     def write(
         self, console: Console, target: str, contract: Contract, limits: Limits, seen: Examination,
@@ -73,7 +73,6 @@ class Reports:
         except SpecError as error:
             console.print(str(error), style="yellow", highlight=False, markup=False)
             return
-        self.repro.parent.mkdir(parents=True, exist_ok=True)
         self.repro.write_text(text, encoding="utf-8")
         console.print(f"shown again by: python {self.repro}", highlight=False, markup=False)
 

@@ -16,6 +16,7 @@ from ropegrad.backends import find
 from ropegrad.errors import SpecError
 from ropegrad.info import info
 from ropegrad.suites import SUITES
+from ropegrad.target_report import probe
 from ropegrad.verify.cases import EDGE_CASES
 from ropegrad.verify.check import Verdict
 from ropegrad.verify.conformance import DRAWS, Row, backends_of, cannot_run, edge_rows, suite_rows
@@ -26,9 +27,7 @@ def verify(console: Console, suite: str, backend: str | None, *, quick: bool, js
     ops = list(SUITES) if suite == "all" else [suite]
     try:
         backends = _backends(console, ops, backend)
-        if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.open("ab").close()  # a report that cannot be written is better known before than after
+        probe(json_file)
     except (SpecError, OSError) as error:
         console.print(f"ropegrad verify: {error}", style="bold red", highlight=False)
         return 2

@@ -22,7 +22,7 @@ def run(*arguments, monkeypatch):
 
 
 def test_verify_quick_is_right_and_says_so(monkeypatch, capsys, tmp_path):
-    report = tmp_path / "deep" / "report.json"
+    report = tmp_path / "report.json"
     assert run("verify", "--quick", "--json", str(report), monkeypatch=monkeypatch) == 0
     printed = capsys.readouterr().out
     assert "numpy_tiled" in printed

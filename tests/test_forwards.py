@@ -120,6 +120,9 @@ def test_torch_backward_functions(kernels):
     assert_gradients(kernels.backward, contract=contract, domain=SMALL)
     assert_gradients(kernels.negative_bit, contract=contract, domain=SMALL)
     assert "input mutated" in messages(kernels.overwrites, contract=contract, domain=SMALL)
+    said = messages(kernels.two_buffers_in_turn, contract=contract, domain=SMALL)
+    assert "overwritten by a later call" in said
+    assert "overwritten by a later call" in messages(kernels.static_buffer, contract=FORWARD, domain=SMALL)
     assert "not an array of torch" in messages(kernels.numpy_results, contract=contract, domain=SMALL)
 
 

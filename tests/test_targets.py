@@ -93,7 +93,8 @@ def test_a_search_of_nothing_is_refused(option, number, monkeypatch, capsys):
         (f"{FILE}:rope_backward", ("--gqa", "many"), "write whole numbers"),
         (f"{FILE}:rope_backward", ("--arrays", "cupy"), "no cupy arrays on cuda here: "),
         (f"{FILE}:rope_backward", ("--head-dim", "7"), "rotary width must be even"),
-        (f"{FILE}:rope_backward", ("--max-tokens", "0", "--empty", "no"), "no problem lies in this domain"),
+        (f"{FILE}:rope_backward", ("--head-dim", "0", "--empty", "no"), "no problem lies in this domain"),
+        (f"{FILE}:rope_backward", ("--max-tokens", "0"), "max_tokens=0 must be positive"),
         (f"{FILE}:rope_backward", ("--needs", "value"), "needs='value' is unknown"),
         (f"{FILE}:rope_backward", ("--timeout", "0"), "timeout=0.0 must be positive"),
         (f"{FILE}:rope_backward", ("--memory", "-1"), "memory=-1.0 must be positive"),
@@ -145,6 +146,7 @@ def test_a_module_is_found_beside_the_caller(monkeypatch, capsys):
         ("leaves", "crashed", "the process ended with status 0"),
         ("eats_memory", "raised", "MemoryError"),
         ("raises", "raised", "ValueError: no such kernel"),
+        ("raises_in_colour", "raised", "ValueError: \\x1b[31mred\\x1b[0m\nand \\x07 a bell"),
     ],
 )
 def test_whatever_a_target_does_becomes_a_verdict(name, rule, words):
@@ -280,6 +282,23 @@ def test_ctrl_c_in_the_middle_of_a_search(tmp_path):
     assert "RIGHT" not in printed
 
 
+def test_ctrl_c_in_the_middle_of_a_verdict(tmp_path):
+    (tmp_path / "target.py").write_text(
+        "import time\ndef backward(*arrays):\n    open('started', 'w').close()\n    time.sleep(20)\n"
+    )
+    command = [sys.executable, "-m", "ropegrad", "verify", "target.py:backward"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )  # fmt: skip
+    while not (tmp_path / "started").exists() and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted\n"), printed
+    assert not re.search("RIGHT|WRONG|ok  ", printed)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
@@ -321,9 +340,9 @@ def test_a_script_needs_no_ropegrad():
 @pytest.mark.parametrize("command", ["verify", "fuzz"])
 def test_reports_for_machines(command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    files = ("--json", "deep/report.json", "--junit", "report.xml", "--repro", "repro.py")
+    files = ("--json", "report.json", "--junit", "report.xml", "--repro", "repro.py")
     assert run(command, f"{FILE}:own_sine", "--max-tokens", "3", *files, monkeypatch=monkeypatch) == 1
-    report = json.loads(Path("deep/report.json").read_text())
+    report = json.loads(Path("report.json").read_text())
     assert report["verdict"] == "wrong"
     assert report["contract"]["op"] == "rope"
     assert report["domain"]["max_tokens"] == 3
@@ -340,6 +359,18 @@ def test_reports_for_machines(command, monkeypatch, tmp_path, capsys):
     capsys.readouterr()
     assert run(command, f"{FILE}:own_sine", "--json", str(tmp_path), monkeypatch=monkeypatch) == 2
     assert "Is a directory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--json", "--junit", "--repro"])
+@pytest.mark.parametrize("command", ["verify", "fuzz"])
+def test_a_report_without_a_folder_is_refused_before_the_work(command, option, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(command, f"{FILE}:hangs", option, "deep/report", monkeypatch=monkeypatch) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed == "could not be judged: deep/report cannot be written: there is no folder deep"
+    assert not list(tmp_path.iterdir())
+    assert run(command, "nothing.py:f", option, "report", monkeypatch=monkeypatch) == 2
+    assert not list(tmp_path.iterdir())
 
 
 # ---- in a test-suite -----------------------------------------------------------------------------------

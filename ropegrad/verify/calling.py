@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class Answer:
     status    returned, raised, declined (NotImplementedError), hung, crashed
     outputs   None where the function gave None; absent where it gave nothing usable
     notes     (rule, array, sentence) of faults that only the calling process can see
+
+    What it says may come from the target: characters that a terminal would obey are escaped.
     """
 
     status: str
@@ -38,16 +40,35 @@ class Answer:
     notes: list[tuple[str, str, str]] = field(default_factory=list)
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.message = _printable(self.message)
+        self.notes = [(rule, array, _printable(text)) for rule, array, text in self.notes]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
 
 Function = Callable[..., Any]
 
 
+class Kept(NamedTuple):
+    """A result as it was returned, and the checksum of what was read from it then."""
+
+    name: str
+    array: Array
+    digest: int
+
+
+OVERWRITTEN = "overwritten by a later call"
+
+
 class Caller:
-    """Calls one function; remembers the last results, which a later call must leave alone."""
+    """Calls one function; keeps the results of the last two calls, which a later one must leave alone."""
 
     def __init__(self, function: Function, contract: Contract) -> None:
         self.function, self.contract = function, contract
-        self.kept: list[tuple[str, Array, int]] = []
+        self.kept: tuple[list[Kept], list[Kept]] = ([], [])  # of the call before the last, and of the last
 
     def __call__(self, memory: Bytes, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
         """Call with the arena's arrays: `order` names the arguments, `names` the outputs.
@@ -78,7 +99,9 @@ class Caller:
         if self.contract.of == "forward":
             return _DIFFERENTIATE[self.contract.arrays](self.function, self.contract, inputs, names, order)
         result = self.function(*[inputs.get(name) for name in order], *outputs)
-        return dict(zip(names, outputs, strict=True)) if self.contract.dps else named(result, names)
+        if self.contract.dps:
+            return dict(zip(names, outputs, strict=True))
+        return named(result, names, self.contract.most)
 
     def _look(
         self, found: dict[str, Any] | str, inputs: dict[str, Array], given: list[Array], answer: Answer,
@@ -97,15 +120,26 @@ class Caller:
             if array is not None:
                 arrays[name] = array
         if place.shares and not given:
-            _aliases(arrays, inputs, self.kept, answer)
-        for name, array, old in self.kept:
-            if _digest(array) != old:
-                text = f"{name} of the last call changed during this one: both are the same memory"
-                answer.notes.append(("stale output", name, text))
-        shared = {name for _, name, _ in answer.notes}  # with an input, say: that has been said
-        self.kept = []
-        if not given and self.contract.of == "backward":
-            self.kept = [(n, x, _digest(x)) for n, x in arrays.items() if n not in shared]
+            _aliases(arrays, inputs, answer)
+        self._look_back(arrays if place.shares else {}, answer)
+        said = {name for _, name, _ in answer.notes}  # of one that is an input's memory, say
+        kept = [] if given else [Kept(n, x, _digest(x)) for n, x in arrays.items() if n not in said]
+        self.kept = (self.kept[1], kept)
+
+    def _look_back(self, arrays: dict[str, Array], answer: Answer) -> None:
+        """Notes for results of earlier calls that changed, or whose memory was given out again.
+
+        The call before the last may have had the data of this one: its results are the same bits, then.
+        """
+        for old in (*self.kept[0], *self.kept[1]):
+            if _digest(old.array) != old.digest:
+                text = f"{old.name} of an earlier call has changed: a later call overwrites its results"
+                answer.notes.append((OVERWRITTEN, old.name, text))
+        for old in self.kept[0]:
+            for name, array in arrays.items():
+                if _shares(memory(array), memory(old.array)):
+                    text = f"{name} is in the memory of an earlier call's {old.name}, which it overwrites"
+                    answer.notes.append((OVERWRITTEN, old.name, text))
 
 
 def _digest(array: Array) -> int:
@@ -123,11 +157,16 @@ def probe(contract: Contract) -> None:
         raise NoTarget(f"no {contract.arrays} arrays on {contract.device} here: {reason}") from None
 
 
-def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:
-    """A function's result by the outputs' names: a mapping, a tuple in their order, or one array."""
+def named(result: Any, names: tuple[str, ...], most: int = 0) -> dict[str, Any] | str:
+    """A function's result by the outputs' names: a mapping, a tuple in their order, or one array.
+
+    More than is asked for is a sentence, too; but None for other gradients: the operation has `most` in all.
+    """
     if isinstance(result, Mapping):
-        missing = [name for name in names if name not in result]
-        if len(missing) < len(names):
+        more = [str(name) for name, x in result.items() if name not in names and x is not None]
+        if set(names) & set(result):
+            if more:
+                return f"the result has {', '.join(more)}, too: {', '.join(names)} were asked for"
             return {name: result.get(name) for name in names}
         given = ", ".join(map(str, result)) or "nothing"
         return f"the result is a mapping of {given}, not of {', '.join(names)}"
@@ -135,8 +174,9 @@ def named(result: Any, names: tuple[str, ...]) -> dict[str, Any] | str:
         result = (result,)
     if all(x is None for x in result):
         return dict.fromkeys(names)
-    if len(result) < len(names) or any(x is not None for x in result[len(names) :]):
-        return f"the result has {len(result)} arrays, not {len(names)}: {', '.join(names)}"
+    many = len(result) > max(len(names), most) or any(x is not None for x in result[len(names) :])
+    if len(result) < len(names) or many:
+        return f"the result has {len(result)} values, not {len(names)}: {', '.join(names)}"
     return dict(zip(names, result, strict=False))
 
 
@@ -148,9 +188,7 @@ def _where(error: BaseException) -> str:
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else text
 
 
-def _aliases(
-    arrays: dict[str, Array], inputs: dict[str, Array], kept: list[tuple[str, Array, int]], answer: Answer
-) -> None:
+def _aliases(arrays: dict[str, Array], inputs: dict[str, Array], answer: Answer) -> None:
     """Notes for outputs that share memory with an input or with one another."""
     others = [(f"the input {name}", memory(array)) for name, array in inputs.items()]
     for name, array in arrays.items():

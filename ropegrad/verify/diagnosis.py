@@ -18,7 +18,7 @@ from ropegrad.verify.exact import Product
 from ropegrad.verify.forward import as_backward
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.regions import Words, common, regions
-from ropegrad.verify.ruling import Standard, named_axes, standard
+from ropegrad.verify.ruling import Standard, named_axes, near_underflow, standard
 
 # A candidate's changed tables are rounded once more than the function's own: its bound, a little wider.
 SLACK = 16.0
@@ -78,10 +78,15 @@ def _simple(rule: Standard, name: str, got: NumpyArray) -> list[tuple[str, Calla
         return lambda wrong: bool((np.abs(wide - other) <= room)[wrong].all())
 
     coarse = allowed + 2.0**-7 * np.abs(poison)  # the poison swamps what is added to it
+    small = near_underflow(rule, name)
     candidates = [
         ("is zero", lambda wrong: not wide[wrong].any()),
         ("is one", near(1.0, 0.0)),
         ("has the opposite sign", near(-value)),
+        (
+            "loses small though normal numbers: flushed to zero, or scaled on the way",
+            lambda wrong: bool(small[wrong].all()),
+        ),
         ("is added to what the output held instead of written", near(value + poison, coarse)),
     ]
     if rule.exact[name].product is not None:

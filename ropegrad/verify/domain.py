@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ropegrad.spec import judge_word
+from ropegrad.spec import judge_positive, judge_word
 from ropegrad.verify.placing import MEMORY
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.target import Contract
@@ -44,6 +44,7 @@ class Domain:
     rotary: str = "full"
 
     def __post_init__(self) -> None:
+        judge_positive("max_tokens", self.max_tokens)
         judge_word("tables", self.tables, ("any", "equal-halves"))
         judge_word("strides", self.strides, ("any", "contiguous"))
         judge_word("empty", self.empty, ("yes", "no"))

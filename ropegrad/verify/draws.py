@@ -113,6 +113,15 @@ def _subnormal(rng: Rng, shape: tuple[int, ...], dtype: str, role: str) -> Numpy
     return _cast(np.ldexp(rng.integers(-100, 101, shape).astype(np.float64), steps), dtype)
 
 
+def _small(rng: Rng, shape: tuple[int, ...], dtype: str, role: str) -> NumpyArray:
+    """Gradients in the lowest 16 binades of normal numbers; everything else normal."""
+    if role != "gradient":
+        return _normal(rng, shape, dtype, role)
+    lowest = {"float16": -14, "bfloat16": -126, "float32": -126, "float64": -1022}[dtype]
+    x = rng.uniform(1, 2, shape) * rng.choice([-1.0, 1.0], shape)
+    return _cast(np.ldexp(x, rng.integers(lowest, lowest + 16, shape)), dtype)
+
+
 def _zeros(rng: Rng, shape: tuple[int, ...], dtype: str, role: str) -> NumpyArray:
     """Half of the elements are zeros, of both signs."""
     x = rng.standard_normal(shape)
@@ -157,8 +166,9 @@ def _overflow(rng: Rng, shape: tuple[int, ...], dtype: str, role: str) -> NumpyA
 Values = Callable[[Rng, tuple[int, ...], str, str], NumpyArray]
 VALUES: dict[str, Values] = {
     "normal": _normal, "tiny_gradients": _tiny_gradients, "coded": _coded, "scales": _scales,
-    "subnormal": _subnormal, "zeros": _zeros, "dominating": _dominating, "sparse": _sparse,
-    "nonfinite": _nonfinite, "overflow": _overflow, "reciprocal": _normal,  # and then `probes`
+    "subnormal": _subnormal, "small": _small, "zeros": _zeros, "dominating": _dominating,
+    "sparse": _sparse, "nonfinite": _nonfinite, "overflow": _overflow,
+    "reciprocal": _normal,  # and then `probes`
 }  # fmt: skip
 
 
@@ -210,6 +220,12 @@ def _real_tables(base: float, first: int = 0, scale: float = 1.0) -> Callable[..
     return tables
 
 
+def _zero_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
+    """Half of the elements are zeros, of both signs."""
+    cos, sin = (_zeros(rng, spec.table_shape, spec.table_dtype, "table") for _ in range(2))
+    return cos, sin
+
+
 def _nonfinite_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     """A NaN or an Inf in a table: an uninitialised buffer, say."""
     return (
@@ -227,5 +243,6 @@ TABLES: dict[str, Tables] = {
     "base10000": _real_tables(10_000.0),
     "far": _real_tables(10_000.0, first=1_000_000),
     "scaled": _real_tables(10_000.0, scale=1.4159),
+    "zeros": _zero_tables,
     "nonfinite": _nonfinite_tables,
 }

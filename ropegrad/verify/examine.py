@@ -231,7 +231,7 @@ def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
     alike = [
         trial for trial in trials
         if any((f.rule, f.array) == (fault.rule, fault.array) for f in trial.faults)
-        and fault.array in trial.got and trial.recipe.values in ("normal", "coded", "reciprocal")
+        and fault.array in trial.got and trial.recipe.values in ("normal", "coded", "reciprocal", "small")
         and is_small(trial.got[fault.array][0])
     ]  # fmt: skip
     rich = sorted(alike, key=lambda trial: (trial.recipe.rope.kv_heads or 0, trial.recipe.rope.seq))

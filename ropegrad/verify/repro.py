@@ -58,7 +58,7 @@ def script(
     data = f"\n\nnan, inf = np.nan, np.inf\nTARGET = {absolute!r}\nCALLS = [\n{calls}]\n"
     how = {
         "arrays": contract.arrays, "device": contract.device, "dps": contract.dps,
-        "forward": contract.of == "forward",
+        "forward": contract.of == "forward", "most": contract.most,
     }  # fmt: skip
     end = f"\nif __name__ == '__main__':\n    sys.exit(main(TARGET, CALLS, {how!r}, {seconds!r}))\n"
     return f"{head}{body}{data}{end}"

@@ -96,6 +96,16 @@ def results_by_name(results: Any, names: list[str]) -> dict[str, Any]:
     return dict(zip(names, (*results, *[None] * len(names)), strict=False))
 
 
+def surplus(results: Any, names: list[str], most: int) -> list[str]:
+    if isinstance(results, dict):
+        more = [name for name, x in results.items() if name not in names and x is not None]
+        return [f"the result has {', '.join(more)}, too"] if more else []
+    if not isinstance(results, (tuple, list)):
+        return []
+    many = len(results) > max(len(names), most) or any(x is not None for x in results[len(names) :])
+    return [f"the result has {len(results)} values, not {len(names)}"] if many else []
+
+
 # ---- arrays of other libraries -------------------------------------------------------------------------
 
 
@@ -179,6 +189,8 @@ def judge_call(function: Any, call: dict[str, Any], how: dict[str, Any], kept: l
         results = function(*inputs.values(), *(x for x, _ in given))
         found = results_by_name([x for x, _ in given] if dps else results, names)
     faults = [f"{name} was changed" for name, x in inputs.items() if as_numpy(x).tobytes() != before[name]]
+    if not how["forward"] and not dps:
+        faults += surplus(results, names, how["most"])
     for name, (_, memory) in zip(names, given, strict=False):
         edges = as_numpy(memory)
         if (edges[:4096] != 255).any() or (edges[-4096:] != 255).any():
@@ -189,9 +201,12 @@ def judge_call(function: Any, call: dict[str, Any], how: dict[str, Any], kept: l
         if not dps and not how["forward"]:
             shared = [n for n, x in others.items() if x is not None and overlap(got, x)]
             faults += [f"{name} shares memory with {other}" for other in shared]
-    faults += [f"{n} of the call before was changed" for n, x, old in kept if as_numpy(x).tobytes() != old]
-    alone = not dps and not how["forward"]
-    kept[:] = [(n, x, as_numpy(x).tobytes()) for n, x in found.items() if x is not None and alone]
+    for n, x, old in kept:
+        again = [name for name, got in found.items() if got is not None and not dps and overlap(got, x)]
+        if as_numpy(x).tobytes() != old:
+            faults.append(f"{n} of an earlier call was changed")
+        faults += [f"{name} is in the memory of an earlier call's {n}" for name in again]
+    kept += [(n, x, as_numpy(x).tobytes()) for n, x in found.items() if x is not None and not dps]
     return faults
 
 

@@ -13,6 +13,7 @@ from ropegrad.verify.arena import POISONS, poisoned
 from ropegrad.verify.bounds import FORMATS, bounds, gamma
 from ropegrad.verify.case import Case, NumpyArray, rope_geometry
 from ropegrad.verify.exact import Expected
+from ropegrad.verify.flushing import nothing_to_flush
 from ropegrad.verify.judge import (
     Must,
     States,
@@ -27,7 +28,7 @@ from ropegrad.verify.sums import Floats
 
 RULES = (
     "wrong value", "below the promised precision", "missing gradient", "wrong shape, dtype or device",
-    "output not (fully) written", "stale output", "input mutated",
+    "output not (fully) written", "stale output", "overwritten by a later call", "input mutated",
     "output aliases an input or another output", "written outside the output", "unjustified NaN or Inf",
     "hidden NaN or Inf", "depends on strides or alignment", "breaks a property", "declined", "raised", "hung",
     "crashed",
@@ -82,7 +83,12 @@ class Standard:
 def standard(case: Case, exact: dict[str, Expected], allowance: tuple[str, ...] = ()) -> Standard:
     """The standard of a case under an allowance."""
     steps = ROUNDS in allowance
-    bound = bounds(case, exact, flushes_subnormals=FLUSHES in allowance, rounds_every_step=steps)
+    bound = bounds(case, exact, rounds_every_step=steps)
+    if FLUSHES in allowance:
+        wider = bounds(case, exact, flushes_subnormals=True, rounds_every_step=steps)
+        for name, narrow in bound.items():
+            normal = nothing_to_flush(case, name, exact[name], narrow)
+            bound[name] = wider[name] if normal is None else np.where(normal, narrow, wider[name])
     must = judge_nonfinite(case, exact, bound, rounds_every_step=steps)
     return Standard(case, exact, bound, {n: overflowing(case, exact[n], must[n]) for n in exact})
 
@@ -187,13 +193,19 @@ def _off(rule: Standard, name: str, ratios: Floats) -> int:
     return int(((ratios > usual) | (rule.bound[name] == 0)).sum())
 
 
+def near_underflow(rule: Standard, name: str) -> Any:
+    """Elements so small that losing them to underflow looks like rounding."""
+    compute = FORMATS[rope_geometry(rule.case).compute]
+    return np.abs(rule.exact[name].value) < compute.tiny / compute.u
+
+
 _KEPT = {"high": "TF32", "medium": "bfloat16"}
 
 
 def _lower_precision(rule: Standard, name: str, got: NumpyArray) -> str:
     """What the errors are as small as: a lower promise, a narrower dtype; '' if they are no rounding."""
     spec, compute = rule.case.spec, rope_geometry(rule.case).compute
-    if not np.isfinite(got.astype(np.float64)).all():
+    if not np.isfinite(got.astype(np.float64)).all() or near_underflow(rule, name).all():
         return ""
     if isinstance(spec, QkvSpec) and compute == "float32" and not name.endswith("_bias"):
         lower = ("high", "medium")[("highest", "high", "medium").index(spec.precision) :]

@@ -105,7 +105,7 @@ def _recipes(
 _SIZES = st.sampled_from(list(product(ELEMENTS, (1, 2, 3, 5, 8), (1, 2, 3, 4, 8))))
 _TOKENS = st.sampled_from((*TOKENS, 0))  # 0: as many as heads
 _HIDDEN = st.sampled_from((1, 2, 3, 8, 17, 64))
-_TABLES = ("normal", "equal", "llama3", "base10000", "far", "scaled", "benchmark", "nonfinite")
+_TABLES = ("normal", "equal", "llama3", "base10000", "far", "scaled", "benchmark", "zeros", "nonfinite")
 _DATA = st.sampled_from(list(product(draws.VALUES, _TABLES, (*MEMORY, "mixed"))))
 
 

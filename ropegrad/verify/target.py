@@ -91,6 +91,11 @@ class Contract:
         chosen = self.needs or (ROPE_NEEDS if self.op == "rope" else QKV_WEIGHTS)
         return tuple(name for name in every if name in chosen)
 
+    @property
+    def most(self) -> int:
+        """How many gradients the operation has."""
+        return len(ROPE_NEEDS if self.op == "rope" else QKV_NEEDS)
+
     def table_batch(self, batch: int) -> int | None:
         """Batch axis of the tables of a problem with this many batches."""
         return {"bsd": batch, "1sd": 1, "sd": None}[self.table_shape]

@@ -12,7 +12,7 @@ from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
 from ropegrad.verify.again import right_again, same_results
 from ropegrad.verify.arena import Plan, fill, plan, trespasses, view
-from ropegrad.verify.calling import FORWARD_VALUES, Answer
+from ropegrad.verify.calling import FORWARD_VALUES, OVERWRITTEN, Answer
 from ropegrad.verify.case import Case, NumpyArray, token_slices
 from ropegrad.verify.check import SLICE
 from ropegrad.verify.forward import forward_shapes, forward_standard
@@ -54,8 +54,10 @@ class Trial:
     calls: int = 0
 
     def add(self, fault: Fault) -> None:
-        """Keep the first fault of a rule and an array."""
+        """Keep the first fault of a rule and an array; old results that come again are not overwritten."""
         self.status = "wrong"
+        if fault.rule == OVERWRITTEN and any(old.rule == "stale output" for old in self.faults):
+            return
         if not any((fault.rule, fault.array) == (old.rule, old.array) for old in self.faults):
             self.faults.append(fault)
 

@@ -4,7 +4,18 @@ import ml_dtypes
 import numpy as np
 from kernels import qkv_backward
 from planting import planted
-from rope_faults import LOW, WRONG, name, swapped, tf32
+from rope_faults import (
+    LOW,
+    SMALL,
+    WRONG,
+    flushed_too_early,
+    heads,
+    heads_without_zeros,
+    name,
+    small_lost,
+    swapped,
+    tf32,
+)
 
 NAMES = ("gq", "gk", "gv", "x", "wq", "wk", "wv", "cos", "sin")
 
@@ -101,15 +112,13 @@ def operands(change):
     return of_products(lambda a, b: change(np.ascontiguousarray(a)) @ change(np.ascontiguousarray(b)))
 
 
-def of_products(product):
-    """The right backward with another matrix product; the rotation itself in float32."""
+def of_products(product, rotate=heads):
+    """The right backward with another matrix product, or rotation."""
 
     def backward(*arrays):
-        from kernels import rotate_half_back
-
         gq, gk, gv, x, wq, wk, wv, cos, sin = arrays
         with np.errstate(all="ignore"):
-            parts = [g * cos[:, None] + rotate_half_back(g * sin[:, None]) for g in (gq, gk)] + [gv]
+            parts = [rotate(g, cos, sin) for g in (gq, gk)] + [gv]
             rows = [p.transpose(0, 2, 1, 3).reshape(-1, p.shape[1] * p.shape[3]) for p in parts]
             flat = x.reshape(-1, x.shape[-1])
             hidden = sum(product(r, w) for r, w in zip(rows, (wq, wk, wv), strict=True))
@@ -148,11 +157,21 @@ planted(LOW, op="qkv", precision="high")(name("truncated_tf32_under_high", opera
 planted(LOW, op="qkv", precision="high")(name("bfloat16_under_high", operands(bf16)))
 
 
+planted(WRONG, SMALL, op="qkv")(
+    name("qkv_flushes_below_1e_36", small_lost(qkv_backward, flushed_too_early, upstream=3))
+)
+
+
 @planted("unjustified NaN or Inf", op="qkv", precision="high")
 def sums_in_float16_range(*arrays):
     """Inf where a result is large, though no factor is near the largest number."""
     with np.errstate(all="ignore"):
         return [np.where(np.abs(x) < 65520, x, x * np.float32(np.inf)) for x in qkv_backward(*arrays)]
+
+
+planted("hidden NaN or Inf", op="qkv")(
+    name("qkv_zero_gradients_skipped", of_products(np.matmul, heads_without_zeros))
+)
 
 
 @planted("missing gradient", op="qkv")

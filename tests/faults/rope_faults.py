@@ -2,7 +2,7 @@
 
 import ml_dtypes
 import numpy as np
-from kernels import rope_backward, rotate_half, rotate_half_back
+from kernels import by_name, rope_backward, rotate_half, rotate_half_back
 from planting import planted
 
 from ropegrad.verify import Domain
@@ -310,6 +310,13 @@ planted(FORM)(name("float64_results", lambda *arrays: rope_backward(*(x.astype("
 planted(FORM)(name("head_axis_kept", changed(2, lambda x, *_: x[:, None])))
 planted(FORM)(name("tables_first", lambda *arrays: rope_backward(*arrays)[::-1]))
 planted(FORM)(name("three_results", lambda *arrays: rope_backward(*arrays)[:3]))
+planted(FORM, "has 5 values, not 4")(
+    name("five_results", lambda *arrays: (*rope_backward(*arrays), arrays[0]))
+)
+planted(FORM, "has 5 values, not 4")(name("five_with_none", lambda *arrays: (*rope_backward(*arrays), None)))
+planted(FORM, "has loss, too")(
+    name("one_more_by_name", lambda *arrays: by_name(*arrays) | {"loss": arrays[0]})
+)
 planted(FORM)(name("lists", lambda *arrays: [x.tolist() for x in rope_backward(*arrays)]))
 
 
@@ -352,13 +359,30 @@ def returns_the_upstream_gradient_where_nothing_turns(gq, gk, q, k, cos, sin):
 _BUFFERS = {}
 
 
-@planted("stale output")
+OVERWRITTEN = "overwritten by a later call"
+
+
+@planted(OVERWRITTEN)
 def static_buffers(*arrays):
     results = rope_backward(*arrays)
     kept = _BUFFERS.setdefault(arrays[0].shape + arrays[1].shape, results)
     for buffer, result in zip(kept, results, strict=True):
         buffer[...] = result
     return kept
+
+
+_RING = {}
+
+
+@planted(OVERWRITTEN)
+def two_buffers_in_turn(*arrays):
+    """The call after the next one, with the same data as this one, overwrites its results."""
+    results = rope_backward(*arrays)
+    ring = _RING.setdefault(arrays[0].shape + arrays[1].shape, [rope_backward(*arrays) for _ in range(2)])
+    ring.reverse()
+    for buffer, result in zip(ring[0], results, strict=True):
+        buffer[...] = result
+    return ring[0]
 
 
 _CACHE = {}
@@ -567,6 +591,37 @@ planted(LOW)(
 )
 
 
+def small_lost(backward, lose, upstream=2):
+    """A backward whose upstream gradients lose something first."""
+
+    def function(*arrays):
+        with np.errstate(all="ignore"):
+            return backward(*map(lose, arrays[:upstream]), *arrays[upstream:])
+
+    return function
+
+
+def flushed_too_early(x):
+    """Normal numbers from 1.2e-38 to 1e-36 become zero, too."""
+    return np.where(np.abs(x) < np.float32(1e-36), x * np.float32(0), x)
+
+
+def scaled_down_and_up(x):
+    """Numbers below 2^-106 lose bits on the way."""
+    return x * np.float32(2**-20) * np.float32(2**20)
+
+
+SMALL = "small though normal numbers"
+planted(WRONG, SMALL)(name("flushes_below_1e_36", small_lost(rope_backward, flushed_too_early)))
+planted(WRONG, SMALL)(name("scaled_by_2_to_the_minus_20", small_lost(rope_backward, scaled_down_and_up)))
+
+
+@planted(WRONG, SMALL)
+def flushes_results_below_1e_36(*arrays):
+    with np.errstate(all="ignore"):
+        return [flushed_too_early(x) for x in rope_backward(*arrays)]
+
+
 @planted(LOW)
 def bfloat16_sums(gq, gk, q, k, cos, sin):
     sums = [np.zeros(cos.shape, ml_dtypes.bfloat16) for _ in range(2)]
@@ -591,6 +646,35 @@ def squares_overflow(gq, gk, q, k, cos, sin):
     with np.errstate(all="ignore"):
         grads = rope_backward(gq, gk, q, k, cos, sin)
         return grads[0] + 0 * (gq * gq), *grads[1:]
+
+
+@planted("unjustified NaN or Inf")
+def divided_by_the_cosine(gq, gk, q, k, cos, sin):
+    """The tangent, in float64 and right, but where the cosine is zero."""
+
+    def rotated(g):
+        wide, c, s = g.astype("f8"), cos[:, None].astype("f8"), sin[:, None]
+        return (c * (wide + rotate_half_back(wide * s) / c)).astype(g.dtype)
+
+    with np.errstate(all="ignore"):
+        return rotated(gq), rotated(gk), *table_sums(gq, gk, q, k)
+
+
+def heads_without_zeros(g, cos, sin):
+    """As with a mask or a sparse product: 0 times Inf is not computed."""
+
+    def times(table):
+        return np.where(g == 0, np.float32(0), g * table[:, None])
+
+    with np.errstate(all="ignore"):
+        return times(cos) + rotate_half_back(times(sin))
+
+
+@planted("hidden NaN or Inf")
+def zero_gradients_skipped(gq, gk, q, k, cos, sin):
+    with np.errstate(all="ignore"):
+        rotated = (heads_without_zeros(g, cos, sin) for g in (gq, gk))
+        return *rotated, *table_sums(gq, gk, q, k)
 
 
 planted("hidden NaN or Inf")(name("nan_to_num", lambda *a: [np.nan_to_num(x) for x in rope_backward(*a)]))
