@@ -16,9 +16,11 @@ from ropegrad import cli, records
 from ropegrad.bench import asked, bench_terminal, on_gpu, rivals, timing, workloads
 from ropegrad.bench.contender import Contender
 from ropegrad.bench.place import Choice
+from ropegrad.bench.products import Product
 from ropegrad.bench.suite import time_case
 from ropegrad.bench.workloads import Problem
 from ropegrad.spec import QkvSpec, RopeSpec
+from ropegrad.suites import SUITES
 
 if shim.why_not() is not None:
     skip(shim.why_not())
@@ -227,3 +229,15 @@ def test_the_tensor_backend_at_both_promises_by_its_own_kernels(monkeypatch):
     ]  # fmt: skip
     assert all(r.passed and len(r.samples_us) == 2 for r in found), [r.note for r in found]
     assert device.called.count("product") == 2 * device.called.count("qkv_convert") > 0
+
+
+def test_the_bare_products_read_the_gradients_token_by_token(monkeypatch):
+    """As ours do: rows of 293 tokens would be misaligned, and cuBLAS several times slower."""
+    monkeypatch.setattr(
+        Product, "arrays", lambda one, count: [[np.zeros((one.m, one.k)), np.zeros((one.k, one.n)), None]]
+    )
+    spec = SUITES["qkv"]()["B=2 S=293"]
+    for hidden, weights in on_gpu.BareProducts(None, spec)._arrays.values():
+        assert hidden[0].flags.c_contiguous
+        assert weights[0].flags.f_contiguous
+        assert weights[0].shape == (3072, 586)

@@ -15,7 +15,7 @@ from ropegrad.tiles import channels
 
 SMALL = 1 << 16  # channels that NumPy is through with before compiled code is loaded
 
-BACKENDS: tuple[Backend, ...] = (NumbaCpu(), NumpyTiled(), CupyFused(), CupyPlain(), CupyTensor(), Portable())
+BACKENDS: tuple[Backend, ...] = (NumbaCpu(), NumpyTiled(), CupyFused(), CupyTensor(), CupyPlain(), Portable())
 _COMPILED_LAST = tuple(sorted(BACKENDS, key=lambda backend: isinstance(backend, NumbaCpu)))
 
 

@@ -108,12 +108,18 @@ def _aside() -> Any:
 
 
 class BareProducts:
-    """A qkv case's two matrix products by cuBLAS at each precision, and nothing else; to be timed."""
+    """A qkv case's two matrix products by cuBLAS at each precision, and nothing else; to be timed.
+
+    The left operand of the weights' gradients is Dᵀ as it lies in memory, token by token: rows of as many
+    elements as there are tokens would be misaligned where that is no multiple of eight.
+    """
 
     def __init__(self, run: Run, spec: QkvSpec) -> None:
         self.run, m, k, n = run, spec.tokens, sum(map(spec.rows, "qkv")), spec.hidden_size or 0
         self.pairs = {one: (Product(m, k, n, one), Product(k, m, n, one)) for one in PRECISIONS}
         self._arrays = {one: [product.arrays(1)[0] for product in pair] for one, pair in self.pairs.items()}
+        for _, weights in self._arrays.values():
+            weights[0] = weights[0].T.copy().T
         self.contenders = {f"products {one}": [partial(self._call, one)] for one in self.pairs}
 
     def _call(self, precision: str) -> None:
