@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ropegrad as rg
+from ropegrad.backends import cupy_tensor
 from ropegrad.backends.cupy_tensor import CupyTensor
 from ropegrad.backends.qkv_instance import ENTRIES, Instance
 from ropegrad.backends.qkv_launch import OPERANDS, Fill, Placed, Room, prepare
@@ -312,3 +313,24 @@ def test_no_fill_crosses_from_one_output_into_its_neighbour():
               if isinstance(step, Fill) and step.address >= 1 << 20}  # fmt: skip
     weights = [outputs[f"grad_{part}_weight"] for part in "qkv"]
     assert filled == {one.address: 4 * int(np.prod(one.shape)) for one in weights}
+
+
+def test_a_repeated_call_is_prepared_once_and_reads_what_is_there_now(monkeypatch):
+    made = []
+    monkeypatch.setattr(cupy_tensor, "prepare", lambda *given: made.append(given) or prepare(*given))
+    first, second = make_case(SPEC, 1), make_case(SPEC, 2)
+    with on_cpu() as device:
+        right = [run_backend(case, "cupy_tensor", into=True) for case in (first, second)]
+        made.clear()
+        arrays = {name: device.keep(shim.apart(x.copy())) for name, x in first.inputs.items()}
+        shapes = [SPEC.output(need)[0] for need in SPEC.needs]
+        outs = [tuple(device.keep(shim.empty(shape, np.float32)) for shape in shapes) for _ in range(2)]
+        plan = rg.plan_qkv_rope_backward(SPEC, backend="cupy_tensor")
+        memory = device.keep(shim.empty(plan.workspace_bytes, np.uint8))
+        for turn, out, times in ((0, outs[0], 1), (1, outs[0], 1), (0, outs[1], 2), (1, outs[1], 2)):
+            for name, x in (first, second)[turn].inputs.items():
+                arrays[name][...] = x
+            got = plan(*arrays.values(), out=out, workspace=memory)
+            assert len(made) == times
+            for name, x in right[turn].items():
+                assert np.array_equal(getattr(got, name), x)

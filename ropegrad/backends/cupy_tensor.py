@@ -31,7 +31,7 @@ from ropegrad.backends.qkv_launch import (
     prepare,
 )
 from ropegrad.backends.qkv_status import Status, status_of
-from ropegrad.backends.qkv_workspace import ALIGNED, CUBLAS, STATE, Workspace, products_of, workspace
+from ropegrad.backends.qkv_workspace import ALIGNED, CUBLAS, STATE, products_of, workspace
 from ropegrad.backends.rope_bound import on_device
 from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec, RopeSpec
@@ -155,9 +155,20 @@ def allocate(spec: QkvSpec) -> Outputs:
     return made
 
 
-def needed(spec: QkvSpec, arrays: dict[str, Array]) -> Workspace:
-    """The workspace of a call on these inputs and outputs."""
-    return workspace(spec, aside_of(spec, {name: place(x) for name, x in arrays.items()}))
+Memory = tuple[tuple[str, Placed], ...]  # the arrays of a call by name
+MOST_CALLS = 1024  # whose steps are remembered
+
+
+@functools.lru_cache(MOST_CALLS)
+def needed(spec: QkvSpec, arrays: Memory) -> int:
+    """Bytes of the workspace of a call on these inputs and outputs."""
+    return workspace(spec, aside_of(spec, dict(arrays))).size
+
+
+@functools.lru_cache(MOST_CALLS)
+def prepared(spec: QkvSpec, arrays: Memory, room: Room, multiprocessors: int) -> Steps:
+    """As `prepare`, which takes the host longer than a small problem takes the GPU."""
+    return prepare(spec, dict(arrays), room, multiprocessors)
 
 
 def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) -> Array | None:
@@ -168,7 +179,8 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
     """
     import cupy
 
-    size = needed(spec, arrays).size
+    placed = tuple([(name, place(x)) for name, x in arrays.items()])
+    size = needed(spec, placed)
     state = cupy.empty(STATE, np.uint8) if memory is None else memory[:STATE]
     memory = cupy.empty(size, np.uint8) if memory is None else memory
     at, state_at = place(memory).address, place(state).address
@@ -177,9 +189,8 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
             f"the workspace has {memory.nbytes} bytes at address {at}: this call needs {size} "
             f"at a multiple of {ALIGNED}"
         )
-    placed = {name: place(x) for name, x in arrays.items()}
     count = multiprocessors(cupy.cuda.runtime.getDevice())
-    execute(prepare(spec, placed, Room(at, state_at), count), spec)
+    execute(prepared(spec, placed, Room(at, state_at), count), spec)
     return state if any(products_of(spec)) else None
 
 
