@@ -78,7 +78,8 @@ def any_configuration(examples):
     @settings(max_examples=examples)
     @given(config=configs(), order=ORDERS, seed=st.integers(0, 99), specs=rope_specs(dtypes=("float32",)))
     def body(config, order, seed, specs):
-        spec = replace(specs, heads=specs.heads or 3, kv_heads=specs.kv_heads or 1)
+        kv_heads = specs.kv_heads or 1
+        spec = replace(specs, heads=specs.heads or 3 * kv_heads, kv_heads=kv_heads)
         judge(make_case(spec, seed), Launching(config=config, order=order))
 
     body()
