@@ -422,7 +422,7 @@ def _forward_heads(found: dict[str, Facts], head_dim: int, kv_heads: int | None)
     if kv_heads is None:
         raise SpecError("kv_heads is None: pass the number of k's heads, which qkv_weight does not show")
     total = _whole_heads(found, "qkv_weight", head_dim)
-    if total < 2 * kv_heads:
+    if total <= 2 * kv_heads:
         raise SpecError(
             f"qkv_weight has rows of {total} heads: it must have those of k and v, 2 x {kv_heads}, and of q"
         )

@@ -130,9 +130,12 @@ class Judged:
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in _words(text))
+        found = tuple(int(word) for word in _words(text))
     except ValueError:
-        raise ropegrad.SpecError(f"--{option} {text!r}: write whole numbers, as 64,128") from None
+        found = ()
+    if text and not found:
+        raise ropegrad.SpecError(f"--{option} {text!r}: write whole numbers, as 64,128")
+    return found
 
 
 @app.command
@@ -331,6 +334,7 @@ def bench(
         A file of records: measure its cases again, on as many threads or on the GPU that is here, and show
         old, new and ratio. Exit status 0 if every time is within 3 % or 0.3 µs, else 1.
     """
+    from ropegrad import target_report
     from ropegrad.bench.asked import Asked, judge_again, settle
     from ropegrad.bench.bench_terminal import bench as measure
     from ropegrad.bench.place import Choice
@@ -348,11 +352,12 @@ def bench(
             case=case, protocols=protocol, choice=choice,
             threads=threads, samples=samples, json=json, commit=commit,
         )  # fmt: skip
+        target_report.probe(json)
         if reproduce is None:
             return measure(screen, asked)
         judge_again(asked)
         settle(asked)
-    except ropegrad.SpecError as error:
+    except (ropegrad.SpecError, OSError) as error:
         screen.print(f"ropegrad bench: {error}", style="bold red", highlight=False, markup=False)
         return 2
     return measure_again(screen, reproduce, samples=samples, json_file=json, commit=commit)

@@ -412,6 +412,7 @@ def bad_packed():
     yield ahead, {"kv_heads": -1}, "kv_heads=-1 must be a whole number, 0 or more"
     yield ahead, {"kv_heads": 0}, "k has 0 heads"
     yield ahead, {"kv_heads": 5}, "rows of 8 heads: it must have those of k and v, 2 x 5, and of q"
+    yield ahead, {"kv_heads": 4}, "rows of 8 heads: it must have those of k and v, 2 x 4, and of q"
     yield ahead, {"kv_heads": 3}, "q has 2 heads and k 3"
 
 

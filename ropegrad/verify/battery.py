@@ -136,6 +136,7 @@ HEADS = (
 )  # fmt: skip
 BATCHES = (3, 4, 5, 7, 8, 16, 32)
 TOKENS = (32, 96, 128, 256, 512, 1024, 2048)  # of one small head: a kernel may choose its tiles by them
+CHANNELS = (65, 96, 128, 130, 257, 515)  # of the hidden states
 _ROPE = [
     _rope("the smallest", **_ONE, seq=1, head_dim=2),
     _rope("one token of two pairs", **_ONE, seq=1, head_dim=4),
@@ -154,6 +155,9 @@ _ROPE = [
     *[_rope(f"{n} heads, {m} of k", heads=n, kv_heads=m, **_SHORT) for n, m in HEADS],
     _rope("scaled tables, far positions", tables="far", values="scales"),
     _rope("small rows beside large ones", values="reciprocal", seq=6),
+    _rope("tables of many magnitudes", tables="wide"),
+    *[_rope(f"NaN and Inf beside zeros in tables of {n} tokens", seq=n, values="nonfinite", tables="zeros")
+      for n in (6, 7)],
     _rope("small normal gradients of one head", **_ONE, values="small"),
     _rope("mixed memory, unlike for q and k", memory="mixed", values="coded", tables="llama3"),
     _rope("mixed memory, wide heads", memory="mixed", head_dim=64, seq=17),
@@ -166,6 +170,11 @@ _QKV = [
     _qkv("real tables", 16, values="coded", tables="base10000"),
     *[_qkv(f"{n} tokens", 12, seq=n, batch=1) for n in (2, 13, 16, 17, 33, 65)],
     *[_qkv(f"{n} tokens, one head", 4, **_ONE, seq=n, head_dim=4) for n in TOKENS],
+    *[_qkv(f"{n} tokens, two heads", 4, batch=1, heads=2, kv_heads=1, seq=n, head_dim=4)
+      for n in (257, 515, 1031)],
+    *[_qkv(f"{n} channels of the hidden states", n, **_ONE, seq=3, head_dim=4) for n in CHANNELS],
+    _qkv("many channels, no multiple of 32", 6, batch=1, heads=33, kv_heads=11, seq=3, head_dim=20),
+    _qkv("several tiles of everything", 131, batch=1, heads=7, kv_heads=1, seq=133, head_dim=20),
     *[_qkv(f"{n} batches", 4, batch=n, heads=2, kv_heads=1, seq=2, head_dim=4) for n in BATCHES],
     *[_qkv(f"GQA ratio {n}", 12, heads=2 * n) for n in (1, 3, 4, 8)],
     *[_qkv(f"GQA ratio {n}, few channels", 6, heads=2 * n, **_SHORT) for n in (16, 32)],

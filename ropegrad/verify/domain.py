@@ -45,6 +45,9 @@ class Domain:
 
     def __post_init__(self) -> None:
         judge_positive("max_tokens", self.max_tokens)
+        for name, sizes in (("head_dim", self.head_dim), ("gqa", self.gqa)):
+            for size in sizes:
+                judge_positive(name, size)
         judge_word("tables", self.tables, ("any", "equal-halves"))
         judge_word("strides", self.strides, ("any", "contiguous"))
         judge_word("empty", self.empty, ("yes", "no"))

@@ -226,6 +226,15 @@ def _zero_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     return cos, sin
 
 
+def _wide_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
+    """Magnitudes over 40 binades, as cosines and sines near their zeros have; some float16 ones are 0."""
+    cos, sin = (
+        _cast(np.ldexp(rng.standard_normal(spec.table_shape), rng.integers(-40, 1, spec.table_shape)), dtype)
+        for dtype in (spec.table_dtype,) * 2
+    )
+    return cos, sin
+
+
 def _nonfinite_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     """A NaN or an Inf in a table: an uninitialised buffer, say."""
     return (
@@ -244,5 +253,6 @@ TABLES: dict[str, Tables] = {
     "far": _real_tables(10_000.0, first=1_000_000),
     "scaled": _real_tables(10_000.0, scale=1.4159),
     "zeros": _zero_tables,
+    "wide": _wide_tables,
     "nonfinite": _nonfinite_tables,
 }

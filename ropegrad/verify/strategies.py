@@ -36,7 +36,7 @@ def qkv_specs(draw: st.DrawFn, *, dtypes: tuple[str, ...] = DTYPES) -> QkvSpec:
     rope = draw(_geometries(dtypes=dtypes, absent=False, needs=(), adjoints=("exact",)))
     return QkvSpec(
         rope=rope,
-        hidden_size=draw(st.sampled_from((1, 2, 3, 8, 17, 64))),
+        hidden_size=draw(st.sampled_from((1, 2, 3, 8, 17, 64, 65, 130))),
         precision=draw(st.sampled_from(("highest", "high", "medium"))),
         needs=draw(_subsets(QKV_NEEDS)),
     )
@@ -104,8 +104,19 @@ def _recipes(
 # Elements, k's heads, batches:
 _SIZES = st.sampled_from(list(product(ELEMENTS, (1, 2, 3, 5, 8), (1, 2, 3, 4, 8))))
 _TOKENS = st.sampled_from((*TOKENS, 0))  # 0: as many as heads
-_HIDDEN = st.sampled_from((1, 2, 3, 8, 17, 64))
-_TABLES = ("normal", "equal", "llama3", "base10000", "far", "scaled", "benchmark", "zeros", "nonfinite")
+_HIDDEN = st.sampled_from((1, 2, 3, 8, 17, 64, 65, 130, 257))
+_TABLES = (
+    "normal",
+    "equal",
+    "llama3",
+    "base10000",
+    "far",
+    "scaled",
+    "benchmark",
+    "zeros",
+    "wide",
+    "nonfinite",
+)
 _DATA = st.sampled_from(list(product(draws.VALUES, _TABLES, (*MEMORY, "mixed"))))
 
 

@@ -184,3 +184,26 @@ def upstream_rotated_in_place(*arrays):
     results = qkv_backward(*arrays)
     arrays[1][...] *= -1
     return results
+
+
+def without_tail(most, whole):
+    """Long sums are split, and what is left over is forgotten."""
+
+    def product(a, b):
+        depth = a.shape[-1]
+        kept = depth // whole * whole if depth > most else depth
+        return a[..., :kept] @ b[..., :kept, :]
+
+    return product
+
+
+planted(WRONG, op="qkv")(name("tail_of_long_sums_lost", of_products(without_tail(256, 8))))
+planted(WRONG, op="qkv")(name("tail_of_longer_sums_lost", of_products(without_tail(512, 32))))
+
+
+@planted(WRONG, op="qkv")
+def channels_past_a_tile_added_twice(*arrays):
+    hidden, *weights = qkv_backward(*arrays)
+    hidden = np.array(hidden)
+    hidden[..., 256:] *= 2
+    return hidden, *weights

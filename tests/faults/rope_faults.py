@@ -677,6 +677,25 @@ def zero_gradients_skipped(gq, gk, q, k, cos, sin):
         return *rotated, *table_sums(gq, gk, q, k)
 
 
+@planted("hidden NaN or Inf")
+def zero_sines_skipped(gq, gk, q, k, cos, sin):
+    """As where a pair that does not turn is left alone: the partner's Inf times 0 is not computed."""
+
+    def rotated(g):
+        s = sin[:, None]
+        turned = rotate_half_back(np.where(s == 0, np.float32(0), g * s))
+        return g * cos[:, None] + turned
+
+    with np.errstate(all="ignore"):
+        return rotated(gq), rotated(gk), *table_sums(gq, gk, q, k)
+
+
+@planted(LOW)
+def small_cosines_are_zero(gq, gk, q, k, cos, sin):
+    cos, sin = (np.where(np.abs(x) < 1e-7, np.float32(0), x) for x in (cos, sin))
+    return *(heads(g, cos, sin) for g in (gq, gk)), *table_sums(gq, gk, q, k)
+
+
 planted("hidden NaN or Inf")(name("nan_to_num", lambda *a: [np.nan_to_num(x) for x in rope_backward(*a)]))
 planted("hidden NaN or Inf")(
     name("clipped", lambda *a: [np.clip(x, np.float32(-3e38), np.float32(3e38)) for x in rope_backward(*a)])
