@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,8 @@ from ropegrad.verify.process import Process
 from ropegrad.verify.recipe import Recipe
 from ropegrad.verify.target import Contract, NoTarget
 
-OURS = Path(__file__).resolve().parent / "known_targets.py"
+HERE = Path(__file__).resolve().parent
+OURS = HERE / "known_targets.py"
 GEOMETRIES = 8  # numbers of heads and head sizes that a kernel is compiled for
 KEPT = ("verdict", "problems", "calls", "declined", "rules", "observed_contract", "worst_error_over_bound")
 
@@ -86,7 +88,8 @@ def judged(known: Known, domain: Domain) -> dict[str, Any]:
 
 def record(known: Known) -> dict[str, Any]:
     """All that is known of a kernel here."""
-    facts: dict[str, Any] = {"package": known.package, "target": known.target}
+    target = known.target.replace(f"{HERE.parent}{os.sep}", "")
+    facts: dict[str, Any] = {"package": known.package, "target": target}
     if importlib.util.find_spec(known.package) is None:
         return facts | {"skipped": "not installed here"}
     facts["version"] = _version(known.package)
