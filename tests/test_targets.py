@@ -289,10 +289,13 @@ def test_ctrl_c_in_the_middle_of_a_verdict(tmp_path):
     (tmp_path / "target.py").write_text(
         "import time\ndef backward(*arrays):\n    open('started', 'w').close()\n    time.sleep(20)\n"
     )
-    command = [sys.executable, "-m", "ropegrad", "verify", "target.py:backward"]
+    program = (  # a job in the background ignores Ctrl-C
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from ropegrad.cli import main; main()"
+    )
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        [sys.executable, "-c", program, "verify", "target.py:backward"], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=tmp_path,
     )  # fmt: skip
     while not (tmp_path / "started").exists() and process.poll() is None:
         time.sleep(0.1)
