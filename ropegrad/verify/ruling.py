@@ -234,8 +234,11 @@ def gate_fault(rule: Standard, name: str, got: NumpyArray) -> tuple[Fault | None
     """The precision gate on independent draws of zero mean, and the effective bits (NaN: nothing to say).
 
     Worst-case bounds grow with n, and rounding errors with √n: this tells TF32 from float32 in long sums.
+    Where a NaN or Inf of a table enters a sum there is nothing to say.
     """
     exact, spec = rule.exact[name], rule.case.spec
+    if exact.touched is not None:
+        return None, math.nan
     bits = effective_bits(got, exact)
     if exact.depth < 256 or got.size < 4096 or math.isnan(bits):
         return None, bits
