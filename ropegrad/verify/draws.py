@@ -228,11 +228,10 @@ def _zero_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
 
 def _wide_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
     """Magnitudes over 40 binades, as cosines and sines near their zeros have; some float16 ones are 0."""
-    cos, sin = (
-        _cast(np.ldexp(rng.standard_normal(spec.table_shape), rng.integers(-40, 1, spec.table_shape)), dtype)
-        for dtype in (spec.table_dtype,) * 2
+    cos, sin = np.ldexp(
+        rng.standard_normal((2, *spec.table_shape)), rng.integers(-40, 1, (2, *spec.table_shape))
     )
-    return cos, sin
+    return _cast(cos, spec.table_dtype), _cast(sin, spec.table_dtype)
 
 
 def _nonfinite_tables(rng: Rng, spec: RopeSpec) -> tuple[NumpyArray, NumpyArray]:
