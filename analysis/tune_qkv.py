@@ -26,8 +26,8 @@ import numpy as np
 from ropegrad.backends.cublas import multiply
 from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.cupy_tensor import execute, multiprocessors, place
-from ropegrad.backends.qkv_launch import OPERANDS, Fill, Launch, Room, Steps, prepare
-from ropegrad.backends.qkv_workspace import workspace
+from ropegrad.backends.qkv_launch import Fill, Launch, Room, Steps, prepare
+from ropegrad.backends.qkv_workspace import OPERANDS, workspace
 from ropegrad.bench import device as devices
 from ropegrad.bench.products import PRECISIONS, Product
 from ropegrad.bench.timing import Call, measure, sets_needed

@@ -103,11 +103,13 @@ def _fuzz(name: str, out: Path, stem: str) -> Step:
 
 
 def _tensor_steps(stage: str, out: Path, stem: str) -> Iterator[Step]:
-    """cupy_tensor has the projections at lower precisions alone: tests of its own are its verification."""
+    """cupy_tensor has the projections alone, and tests of its own at the lower precisions."""
     name, tests = "cupy_tensor", (*PYTEST, "tests/test_tensor.py")
     if stage == "tests":
         yield Step(f"tests {name}", name, tests)
     elif stage == "verify":
+        judge = ("-m", "ropegrad", "verify", "--suite", "qkv", "--backend", name)
+        yield Step(f"verify {name}", name, (*judge, "--json", str(out / f"verify-{stem}-{name}.json")))
         yield _fuzz(name, out, stem)
     elif stage == "sanitize":
         for tool in TOOLS:

@@ -16,11 +16,11 @@ from ropegrad import qkv_plan
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends import cublas, cupy_tensor, qkv_launch
 from ropegrad.backends.cublas_narrow import Narrow
-from ropegrad.backends.qkv_access import Placed, aside_of
+from ropegrad.backends.qkv_access import Placed, standing_of
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance, kernel_text
-from ropegrad.backends.qkv_launch import OPERANDS, Launch, Room, Steps, prepare
+from ropegrad.backends.qkv_launch import Launch, Room, Steps, prepare
 from ropegrad.backends.qkv_status import STATE, status_of
-from ropegrad.backends.qkv_workspace import CUBLAS, workspace
+from ropegrad.backends.qkv_workspace import CUBLAS, OPERANDS, workspace
 from ropegrad.spec import QkvSpec
 from ropegrad.verify import runners
 from ropegrad.verify.case import Case, NumpyArray
@@ -71,7 +71,7 @@ def prepared(case: Case, launching: Launching = PLAIN) -> tuple[Arrays, NumpyArr
     for need in spec.needs:
         arrays[f"grad_{need}"] = _output(case, need, launching.into)
     placed = {name: place(x) for name, x in arrays.items()}
-    size = workspace(spec, aside_of(spec, placed)).size
+    size = workspace(spec, standing_of(spec, placed)).size
     memory = shim.empty(size, np.uint8)
     with mock.patch.object(qkv_launch, "vectors", functools.partial(_narrower, launching.widest)):
         at = memory.__array_interface__["data"][0]
@@ -114,14 +114,14 @@ def multiply(p: Narrow, operand: str, flushes: bool) -> None:
     """What cuBLAS computes, at these addresses."""
     dtype = numpy_dtype(operand)
     shape = (p.k, p.m) if p.transposed else (p.m, p.k)
-    left = _at(p.left, shape, (p.left_pitch, 2), dtype).astype(np.float32)
-    right = _at(p.right, (p.k, p.n), (p.right_pitch, 2), dtype).astype(np.float32)
+    left = _at(p.left, shape, (p.left_pitch, dtype.itemsize), dtype).astype(np.float32)
+    right = _at(p.right, (p.k, p.n), (p.right_pitch, dtype.itemsize), dtype).astype(np.float32)
     out = _at(p.out, (p.m, p.n), (4 * p.n, 4), np.float32)
     alpha, beta = (_at(at, (1,), (4,), np.float32)[0] for at in (p.alpha, p.beta))
     with np.errstate(all="ignore"):
         made = alpha * ((left.T if p.transposed else left) @ right)
         made = made + beta * out if beta else made
-    if flushes:
+    if flushes and dtype != np.float32:  # tensor cores may, float32's units do not
         made[np.abs(made) < 2.0**-126] = 0
     out[...] = made
 
@@ -215,13 +215,17 @@ class Device:
         kind: int, right_step: Any, left: Any, left_kind: int, left_step: Any, beta: Any, out: Any,
         out_kind: int, out_step: Any, compute: int, algorithm: int,
     ) -> int:  # fmt: skip
-        assert (no, left_kind, out_kind, out_step.value, compute, algorithm) == (0, kind, 0, n.value, 68, -1)
+        assert (no, left_kind, out_kind, out_step.value, algorithm) == (0, kind, 0, n.value, -1)
+        operand, item, computing = {2: ("float16", 2, 68), 14: ("bfloat16", 2, 68), 0: ("float32", 4, 69)}[
+            kind
+        ]
+        assert compute == computing
         assert self.called[-2:] == ["workspace", "pointers 1"]
         product = Narrow(
-            left.value, 2 * left_step.value, bool(transposed), right.value, 2 * right_step.value, out.value,
-            m.value, n.value, k.value, alpha.value, beta.value,
+            left.value, item * left_step.value, bool(transposed), right.value, item * right_step.value,
+            out.value, m.value, n.value, k.value, alpha.value, beta.value,
         )  # fmt: skip
-        multiply(product, {2: "float16", 14: "bfloat16"}[kind], flushes=True)
+        multiply(product, operand, flushes=True)
         self.called.append("product")
         return 0
 

@@ -123,7 +123,7 @@ def test_the_steps_of_every_stage():
     assert fuzz.arguments == ("analysis/fuzz.py", "cupy_tensor", "10000", "out/fuzz-gpu-cupy_tensor.json")
     assert [step.name for step in found] == [
         "tests cupy_plain", "tests cupy_tensor", "tests targets", "verify cupy_plain", "fuzz cupy_plain",
-        "fuzz cupy_tensor", "known kernels",
+        "verify cupy_tensor", "fuzz cupy_tensor", "known kernels",
         "memcheck cupy_plain", "racecheck cupy_plain", "initcheck cupy_plain", "memcheck cupy_tensor",
         "racecheck cupy_tensor", "initcheck cupy_tensor",
         "time large", "DRAM bytes", "time other", "time bfloat16", "time needs-q-k",

@@ -21,7 +21,7 @@ from ropegrad.verify.runners import options, run_backend, to_namespace
 from ropegrad.verify.strategies import cases, qkv_specs
 
 NAME = "cupy_tensor"
-PRECISIONS = ("high", "medium")
+PRECISIONS = ("highest", "high", "medium")
 ROPE = RopeSpec(
     batch=1,
     heads=8,
@@ -87,7 +87,7 @@ def test_any_problem(cupy):
     body()
 
 
-@pytest.mark.parametrize(("precision", "least"), [("high", 11.5), ("medium", 8.5)])
+@pytest.mark.parametrize(("precision", "least"), [("highest", 19.5), ("high", 11.5), ("medium", 8.5)])
 def test_effective_bits(cupy, precision, least):
     verdict = judge(make_case(replace(DENSE, precision=precision), 1))
     assert min(verdict.bits.values()) >= least

@@ -25,11 +25,12 @@ def instance(storage, table, operand, vector, matrix_vector, *options):
 GATE = [
     instance("float32", "float32", "float16", 4, 4),
     instance("bfloat16", "float32", "bfloat16", 8, 8, "interleaved", "half", "add"),
+    instance("float32", "float32", "float32", 4, 4),
 ]
 MORE = [
     instance(storage, table, operand, vector, vector, *options)
     for storage in ("float32", "float16", "bfloat16") for table in ("float32", "bfloat16")
-    for operand in ("float16", "bfloat16") for vector in (1, 2, 4, 8)
+    for operand in ("float32", "float16", "bfloat16") for vector in (1, 2, 4, 8)
     for options in ((), ("interleaved", "half", "add"))
     if storage != "float32" or vector < 8
 ]  # fmt: skip

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 import ropegrad as rg
 from ropegrad.backends import cupy_tensor
 from ropegrad.backends.cupy_tensor import CupyTensor
+from ropegrad.backends.qkv_access import standing_of
 from ropegrad.backends.qkv_instance import ENTRIES, Instance
-from ropegrad.backends.qkv_launch import OPERANDS, Fill, Placed, Room, prepare
+from ropegrad.backends.qkv_launch import Fill, Placed, Room, prepare
+from ropegrad.backends.qkv_workspace import OPERANDS, workspace
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify import bounds
 from ropegrad.verify.cases import qkv_edge_cases
@@ -31,11 +33,11 @@ if shim.why_not() is not None:
     skip(shim.why_not())
 need("cupy", "compile")
 
-from tensor_on_cpu import DTYPES, PLAIN, Launching, compile_all, on_cpu, prepared, run, whole  # noqa: E402
+from tensor_on_cpu import DTYPES, PLAIN, Launching, compile_all, on_cpu, place, prepared, run, whole  # noqa: E402
 from wide_ranges import KINDS, ROPE, SPEC, wide_case  # noqa: E402
 
 ORDERS = st.integers(0, 2**16)
-PRECISIONS = ("high", "medium")
+PRECISIONS = tuple(OPERANDS)
 
 
 def judge(case, launching=PLAIN):
@@ -263,6 +265,41 @@ def test_one_product_makes_the_packed_gradient():
     assert np.array_equal(got.grad_qkv_weight, np.concatenate([right[f"grad_{name}"] for name in three]))
 
 
+def packed_weights(device, case):
+    """Inputs by name, the weights views of one buffer."""
+    arrays = {name: device.keep(shim.apart(x)) for name, x in case.inputs.items()}
+    names = [f"{part}_weight" for part in "qkv"]
+    buffer = device.keep(shim.apart(np.concatenate([case.inputs[name] for name in names])))
+    start = 0
+    for name in names:
+        arrays[name] = buffer[start : start + len(arrays[name])]
+        start += len(arrays[name])
+    return arrays
+
+
+def test_ieee_products_read_what_they_can_where_it_is():
+    case = promised(make_case(SPEC, 1), "highest")
+    spec, words = case.spec, {"precision": "highest", "backend": "cupy_tensor"}
+    with on_cpu() as device:
+        plan = rg.plan_qkv_rope_backward(spec, backend="cupy_tensor")
+        apart = plan(*(device.keep(shim.apart(x)) for x in case.inputs.values()))
+        assert device.called.count("qkv_mend") == 0
+        assert device.called.count("product") == 2
+        assert plan.status() is None
+        arrays = packed_weights(device, case)
+        placed = {name: place(x) for name, x in (arrays | apart._asdict()).items()}
+        copies = workspace(spec).offsets["product"] - workspace(spec).offsets["x"]
+        assert workspace(spec).size - workspace(spec, standing_of(spec, placed)).size == copies > 0
+        packed = rg.qkv_rope_backward(**arrays, **words)
+        arrays["hidden_states"] = device.keep(shim.apart(np.repeat(case.inputs["hidden_states"], 2, 2)))[
+            ..., ::2
+        ]
+        strided = rg.qkv_rope_backward(**arrays, **words)
+    for got in (packed, strided):
+        assert all(np.array_equal(a, b) for a, b in zip(got, apart, strict=True))
+    assert check(case, lambda case: apart._asdict()).passed
+
+
 def test_plan():
     case = wide_case("heads")
     with on_cpu() as device:
@@ -293,7 +330,6 @@ def test_what_it_cannot_do_it_says():
     cupy = replace(SPEC, rope=replace(ROPE, namespace="cupy"))
     assert why_not(cupy) is None
     assert "numpy" in why_not(SPEC)
-    assert "highest" in why_not(replace(cupy, precision="highest"))
     assert "float64" in why_not(replace(cupy, rope=replace(cupy.rope, table_dtype="float64")))
     assert "projections" in why_not(cupy.rope)
     assert "rows" in why_not(replace(cupy, hidden_size=1 << 31))

@@ -1,8 +1,9 @@
-"""Gradients of the QKV projections on tensor cores, as accurate as TF32 or bfloat16 promise on any range.
+"""Gradients of the QKV projections by one memory pass and two cuBLAS products, at every promise.
 
-One memory pass (kernels/qkv_pass.cu) undoes RoPE and writes the three matrices as scaled 16-bit numbers; two
-cuBLAS products follow. `qkv_launch` says which steps; here they are made, on the arrays' device and the
-current stream, without waiting for the device: a CUDA graph can capture all of it.
+The pass (kernels/qkv_pass.cu) undoes RoPE and lays the gradients out as one matrix: in float32 for IEEE
+products, or, with hidden states and weights, as scaled 16-bit numbers for tensor cores, as accurate as TF32
+or bfloat16 promise on any range. `qkv_launch` says which steps; here they are made, on the arrays' device and
+the current stream, without waiting for the device: a CUDA graph can capture all of it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from ropegrad.arrays import Array, numpy_dtype
 from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cublas_narrow import Narrow, multiply_narrow
 from ropegrad.backends.cupy_plain import CupyPlain
-from ropegrad.backends.qkv_access import Placed, aside_of, vectors
+from ropegrad.backends.qkv_access import Placed, standing_of, vectors
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
 from ropegrad.backends.qkv_launch import (
-    OPERANDS,
     Fill,
     Launch,
     Room,
@@ -31,7 +31,15 @@ from ropegrad.backends.qkv_launch import (
     prepare,
 )
 from ropegrad.backends.qkv_status import Status, status_of
-from ropegrad.backends.qkv_workspace import ALIGNED, CUBLAS, STATE, products_of, workspace
+from ropegrad.backends.qkv_workspace import (
+    ALIGNED,
+    CUBLAS,
+    OPERANDS,
+    STATE,
+    products_of,
+    scaled,
+    workspace,
+)
 from ropegrad.backends.rope_bound import on_device
 from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec, RopeSpec
@@ -43,20 +51,18 @@ MOST = 1 << 31  # of tokens, and of columns
 
 @dataclass(frozen=True)
 class CupyTensor:
-    """qkv_rope_backward at precision "high" and "medium"; the forward is cupy_plain's."""
+    """qkv_rope_backward in float32; the forward is cupy_plain's."""
 
     name: str = "cupy_tensor"
 
     def why_not(self, spec: RopeSpec | QkvSpec) -> str | None:
-        """It wants CuPy arrays and a promise that 16-bit operands can keep."""
+        """It wants CuPy arrays, and sums in float32."""
         if importlib.util.find_spec("cupy") is None:
             return "CuPy is not installed (extra cuda12 or cuda13)"
         if spec.namespace != "cupy":
             return f"it runs CuPy arrays, these are of {spec.namespace}"
         if isinstance(spec, RopeSpec):
             return "it has the projections' gradients alone"
-        if spec.precision not in OPERANDS:
-            return f"its 16-bit operands cannot keep precision={spec.precision!r}"
         if spec.rope.compute == "float64":
             return "it sums in float32, this is float64"
         if max(spec.tokens, spec.hidden_size or 0, *map(spec.rows, "qkv")) >= MOST:
@@ -104,14 +110,23 @@ def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
     """The steps in words."""
     operand = OPERANDS[spec.precision]
     size = numpy_dtype(spec.rope.dtype).itemsize
+    accesses = f"{widths[0] * size} and {widths[1] * size} bytes an access"
+    room = f"workspace of {workspace(spec).size} bytes for contiguous arrays"
+    if not scaled(spec):
+        return [
+            f"one pass of qkv_pass.cu writes the rotated gradients as one float32 matrix, {accesses}, and "
+            "copies hidden states and weights where cuBLAS cannot read them as they are; cuBLAS multiplies "
+            "in IEEE float32, whatever switches say",
+            room,
+        ]
     return [
         f"one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as {operand}, "
-        f"{widths[0] * size} and {widths[1] * size} bytes an access; cuBLAS multiplies with float32 sums",
+        f"{accesses}; cuBLAS multiplies with float32 sums",
         "scales are powers of two, guessed from 256 elements of each matrix and judged on the device by the "
         "maxima of rows and columns: one for a matrix; where its range is too wide, one for each token or "
         "channel of the gradients, for each column of hidden states and weights; where one operand is large "
         "just where the other is tiny, the product is computed anew in float32",
-        f"workspace of {workspace(spec).size} bytes for contiguous outputs",
+        room,
     ]
 
 
@@ -162,7 +177,7 @@ MOST_CALLS = 1024  # whose steps are remembered
 @functools.lru_cache(MOST_CALLS)
 def needed(spec: QkvSpec, arrays: Memory) -> int:
     """Bytes of the workspace of a call on these inputs and outputs."""
-    return workspace(spec, aside_of(spec, dict(arrays))).size
+    return workspace(spec, standing_of(spec, dict(arrays))).size
 
 
 @functools.lru_cache(MOST_CALLS)
@@ -175,7 +190,7 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
     """All steps on judged inputs and outputs, on the current device and stream.
 
     memory: bytes of the device, as many as `needed` says; its first ones then hold the state. Returns the
-    state's bytes, None where there is no product. Raises SpecError where memory is too small.
+    state's bytes, None where there are no scales. Raises SpecError where memory is too small.
     """
     import cupy
 
@@ -191,7 +206,7 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
         )
     count = multiprocessors(cupy.cuda.runtime.getDevice())
     execute(prepared(spec, placed, Room(at, state_at), count), spec)
-    return state if any(products_of(spec)) else None
+    return state if scaled(spec) and any(products_of(spec)) else None
 
 
 @functools.cache

@@ -5,9 +5,11 @@ Nothing here needs a GPU: addresses, strides and sizes go in, numbers come out.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
+from ropegrad.backends.qkv_workspace import Standing, parts_of, products_of, scaled
 from ropegrad.spec import QkvSpec
 
 ALIGNED = 16  # bytes of the widest access
@@ -65,8 +67,27 @@ def dense(one: Placed, itemsize: int, aligned: int) -> bool:
     return one.address % aligned == 0
 
 
-def aside_of(spec: QkvSpec, arrays: dict[str, Placed]) -> tuple[str, ...]:
-    """Needs whose product cannot stand in the output at once: it is rounded, added or spread later."""
-    names = [need for need in spec.needs if not need.endswith("_bias")]
-    direct = spec.rope.dtype == "float32" and not spec.accumulate
-    return tuple(n for n in names if not direct or not dense(arrays[f"grad_{n}"], 4, ALIGNED))
+def standing_of(spec: QkvSpec, arrays: dict[str, Placed]) -> Standing:
+    """Which outputs cannot take their product at once, and which inputs the products read as they are."""
+    float32 = spec.rope.dtype == "float32"
+    aside = [
+        need
+        for need in spec.needs
+        if not need.endswith("_bias")
+        and (not float32 or spec.accumulate or not dense(arrays[f"grad_{need}"], 4, ALIGNED))
+    ]
+    in_place = []
+    if float32 and not scaled(spec):
+        hidden, weights = products_of(spec)
+        if weights and dense(arrays["hidden_states"], 4, 4):
+            in_place.append("hidden_states")
+        if hidden and _neighbours([arrays[f"{part}_weight"] for part in parts_of(spec)]):
+            in_place.append("weights")
+    return Standing(tuple(aside), tuple(in_place))
+
+
+def _neighbours(matrices: list[Placed]) -> bool:
+    """Whether contiguous float32 matrices stand one behind the other: views of one packed weight."""
+    ends = [one.address + 4 * math.prod(one.shape) for one in matrices]
+    starts = [one.address for one in matrices[1:]]
+    return all(dense(one, 4, 4) for one in matrices) and ends[:-1] == starts

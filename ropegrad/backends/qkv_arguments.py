@@ -14,7 +14,7 @@ Arrays = dict[str, Placed]
 def arguments(
     spec: QkvSpec, arrays: Arrays, parts: tuple[str, ...], blocks: dict[str, int], state: int
 ) -> array[int]:
-    """For a D of these parts. blocks: addresses of the maxima and of the copies d, x and w."""
+    """For a D of these parts. blocks: addresses of the maxima and of the copies d, x and w, 0 for none."""
     rope, columns = spec.rope, spec.hidden_size or 0
     (hidden, weights), width = products_of(spec), width_of(spec, parts)
     values: list[int] = []
@@ -27,7 +27,7 @@ def arguments(
         one = arrays.get(f"{part}_weight") if hidden else None
         values += (0,) * 4 if one is None else (one.address, 0, *_steps(one))
     values += [hidden, weights, spec.tokens, inner_of(spec), rope.head_dim, rope.rotary_dim, width, columns]
-    values += [blocks[name] for name in "dxw"] + [pitch(width), pitch(columns), pitch(columns)]
+    values += [blocks[name] for name in "dxw"] + [pitch(spec, n) for n in (width, columns, columns)]
     maxima = blocks["maxima"]
     for length in maxima_of(spec):
         values.append(maxima)

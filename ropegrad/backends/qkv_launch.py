@@ -12,15 +12,19 @@ from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
 from ropegrad.backends.cublas_narrow import Narrow
-from ropegrad.backends.qkv_access import Placed, aside_of, vectors
+from ropegrad.backends.qkv_access import Placed, standing_of, vectors
 from ropegrad.backends.qkv_arguments import arguments, inner_of, token_rows
 from ropegrad.backends.qkv_instance import Instance
 from ropegrad.backends.qkv_workspace import (
+    OPERANDS,
+    Standing,
     biases_of,
+    item,
     maxima_of,
     parts_of,
     pitch,
     products_of,
+    scaled,
     width_of,
     workspace,
 )
@@ -28,7 +32,6 @@ from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec
 
 CHAIN = 16_384  # products that a tensor core may add before float32 takes over
-OPERANDS = {"high": "float16", "medium": "bfloat16"}
 _ALPHA, _ONE, _ZERO = 56, 64, 68  # bytes into the struct State
 _BEFORE_HIDDEN, _BEFORE_WEIGHTS, _LAST = range(3)  # turns of `mend`
 _NOTHING = (0,) * 11  # the struct Finish of qkv_pass.cu
@@ -100,8 +103,8 @@ class _Problem:
     multiprocessors: int
 
     @property
-    def aside(self) -> tuple[str, ...]:
-        return aside_of(self.spec, self.arrays)
+    def standing(self) -> Standing:
+        return standing_of(self.spec, self.arrays)
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -120,13 +123,14 @@ class _Problem:
         hidden, weights = products_of(self.spec)
         if hidden or weights:
             arguments = self._arguments(parts_of(self.spec))
-            yield Fill(self.block("maxima"), 4 * sum(maxima_of(self.spec)))
+            if scaled(self.spec):
+                yield Fill(self.block("maxima"), 4 * sum(maxima_of(self.spec)))
             yield Launch("qkv_convert", self.multiprocessors, (arguments,))
-            yield self._mend(arguments, _BEFORE_HIDDEN)
+            yield from self._mend(arguments, _BEFORE_HIDDEN)
             if hidden:
                 yield from self._hidden(arguments)
             else:
-                yield self._mend(arguments, _BEFORE_WEIGHTS)
+                yield from self._mend(arguments, _BEFORE_WEIGHTS)
             if weights:
                 yield from self._weights(arguments)
         yield from self._biases()
@@ -135,36 +139,44 @@ class _Problem:
 
     def _mend(
         self, arguments: array[int], turn: int, finish: tuple[int, ...] = _NOTHING, busy: bool = False
-    ) -> Launch:
-        """What is normally nothing, unless `busy`."""
+    ) -> Iterator[Step]:
+        """What is normally nothing, unless `busy`, and without scales nothing for certain."""
         grid = _MENDERS[busy] * self.multiprocessors
-        return Launch("qkv_mend", grid, (arguments, array("q", finish), array("q", [turn])))
+        if busy or scaled(self.spec):
+            yield Launch("qkv_mend", grid, (arguments, array("q", finish), array("q", [turn])))
 
     # ---- products ------------------------------------------------------------------------------------------
 
     def _hidden(self, arguments: array[int]) -> Iterator[Step]:
         spec, width = self.spec, width_of(self.spec, parts_of(self.spec))
         out = self.arrays["grad_hidden_states"]
-        aside = "hidden_states" in self.aside
+        aside = "hidden_states" in self.standing.aside
         at = self.block("product") if aside else out.address
-        left, right = (self.block("d"), pitch(width), False), (self.block("w"), pitch(self._columns))
+        left = self.block("d"), pitch(spec, width), False
+        right = self._operand("weights", f"{parts_of(spec)[0]}_weight", "w")
         yield from self._product(0, left, right, at, spec.tokens, width)
         finish = at, *token_rows(out), spec.tokens, self._columns, inner_of(spec), 0, 0, int(not aside)
-        yield self._mend(arguments, _BEFORE_WEIGHTS, finish, aside)
+        yield from self._mend(arguments, _BEFORE_WEIGHTS, finish, aside)
+
+    def _operand(self, name: str, array: str, block: str) -> tuple[int, int]:
+        """Address and pitch of the products' right operand: a copy, or the array as it is."""
+        if name in self.standing.in_place:
+            return self.arrays[array].address, item(self.spec) * self._columns
+        return self.block(block), pitch(self.spec, self._columns)
 
     def _weights(self, arguments: array[int]) -> Iterator[Step]:
         spec, parts = self.spec, parts_of(self.spec)
-        step = pitch(width_of(spec, parts))
-        right = self.block("x"), pitch(self._columns)
+        step = pitch(spec, width_of(spec, parts))
+        right = self._operand("hidden_states", "hidden_states", "x")
         for first, rows, out, aside in self._runs(parts):
             at = self.block("product") if aside else out.address
             yield from self._product(
-                1, (self.block("d") + 2 * first, step, True), right, at, rows, spec.tokens
+                1, (self.block("d") + item(spec) * first, step, True), right, at, rows, spec.tokens
             )
             to = (out.address, 0, *(out.strides if aside else (4 * self._columns, 4)))
             finish = at, *to, rows, self._columns, max(rows, 1), 1, first, int(not aside)
             if rows and self._columns:
-                yield self._mend(arguments, _LAST, finish, aside)
+                yield from self._mend(arguments, _LAST, finish, aside)
 
     def _runs(self, parts: tuple[str, ...]) -> list[tuple[int, int, Placed, bool]]:
         """First column of D, rows, output, and whether its product stands aside, for one product each.
@@ -177,7 +189,7 @@ class _Problem:
         for part in parts:
             rows, need = self.spec.rows(part), f"{part}_weight"
             if need in self.spec.needs:
-                out, aside = self.arrays[f"grad_{need}"], need in self.aside
+                out, aside = self.arrays[f"grad_{need}"], need in self.standing.aside
                 if (
                     self.spec.tokens
                     and runs
@@ -197,18 +209,18 @@ class _Problem:
     def _product(
         self, which: int, left: tuple[int, int, bool], right: tuple[int, int], out: int, m: int, k: int
     ) -> Iterator[Step]:
-        """left·right in chains of at most CHAIN products."""
-        n, state = self._columns, self.room.state
+        """left·right; on tensor cores in chains of at most CHAIN products."""
+        n, state, size = self._columns, self.room.state, item(self.spec)
         if not (m and n):
             return
         if not k:
             yield Fill(out, 4 * m * n)
-        chains = -(-k // CHAIN)
+        chains = -(-k // CHAIN) if scaled(self.spec) else 1
         each = -(-k // max(chains, 1) // 64) * 64  # of like length
         for start in range(0, k, max(each, 1)):
             (at, step, transposed), (other, other_step) = left, right
             yield Narrow(
-                at + start * (step if transposed else 2), step, transposed, other + start * other_step,
+                at + start * (step if transposed else size), step, transposed, other + start * other_step,
                 other_step, out, m, n, min(each, k - start), state + _ALPHA + 4 * which,
                 state + (_ONE if start else _ZERO),
             )  # fmt: skip
@@ -230,8 +242,10 @@ class _Problem:
 
     def block(self, name: str) -> int:
         """Address of a block of the workspace."""
-        return self.room.memory + workspace(self.spec, self.aside).offsets[name]
+        return self.room.memory + workspace(self.spec, self.standing).offsets[name]
 
     def _arguments(self, parts: tuple[str, ...]) -> array[int]:
         blocks = {name: self.block(name) for name in ("maxima", "d", "x", "w")}
+        in_place = self.standing.in_place
+        blocks |= {block: 0 for name, block in (("hidden_states", "x"), ("weights", "w")) if name in in_place}
         return arguments(self.spec, self.arrays, parts, blocks, self.room.state)

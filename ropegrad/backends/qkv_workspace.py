@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ropegrad.arrays import nbytes
 from ropegrad.spec import QkvSpec
 
 ALIGNED = 256  # bytes, of every block
 CUBLAS = 32 << 20  # what NVIDIA recommends for sm_90; less elsewhere
 STATE = 256  # the struct State of qkv_inputs.cuh
-NARROW = 2  # bytes of an operand
+OPERANDS = {"highest": "float32", "high": "float16", "medium": "bfloat16"}  # dtypes of the products
+
+
+class Standing(NamedTuple):
+    """What decides, besides the spec, how much is set aside.
+
+    aside     needs whose product cannot stand in the output at once: it is rounded, added or spread later
+    in_place  operands that the products read where they are, of "hidden_states" and "weights"
+    """
+
+    aside: tuple[str, ...]
+    in_place: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -41,27 +54,47 @@ def width_of(spec: QkvSpec, parts: Iterable[str]) -> int:
     return sum(map(spec.rows, parts))
 
 
+def scaled(spec: QkvSpec) -> bool:
+    """Whether the operands are 16-bit numbers, which scales must fit to the range of the data."""
+    return OPERANDS[spec.precision] != "float32"
+
+
 def maxima_of(spec: QkvSpec) -> tuple[int, ...]:
     """Words of maxima: of rows and columns of D, of columns of X and W, of rows of X and W; a counter's.
 
     Each is whole accesses of a warp, 512 bytes.
     """
+    if not scaled(spec):
+        return (0,) * 7
     hidden, weights = products_of(spec)
     tokens, columns, width = spec.tokens, spec.hidden_size or 0, width_of(spec, parts_of(spec))
     words = tokens, width, columns * weights, columns * hidden, tokens * weights, width * hidden, 1
     return tuple(-(-count // 128) * 128 for count in words)
 
 
-def pitch(columns: int) -> int:
+def item(spec: QkvSpec) -> int:
+    """Bytes of an operand's element."""
+    return nbytes((1,), OPERANDS[spec.precision])
+
+
+def pitch(spec: QkvSpec, columns: int) -> int:
     """Bytes from row to row of a matrix of operands: whole 16-byte accesses."""
-    return -(-columns * NARROW // 16) * 16
+    return -(-columns * item(spec) // 16) * 16
 
 
-def workspace(spec: QkvSpec, aside: tuple[str, ...] | None = None) -> Workspace:
-    """The blocks. aside: outputs whose product cannot stand in them at once, default for contiguous ones."""
-    if aside is None:
-        direct = spec.rope.dtype == "float32" and not spec.accumulate
-        aside = () if direct else tuple(n for n in spec.needs if not n.endswith("_bias"))
+def _contiguous(spec: QkvSpec) -> Standing:
+    """For contiguous arrays, each weight by itself."""
+    direct = spec.rope.dtype == "float32"
+    aside = tuple(n for n in spec.needs if not n.endswith("_bias"))
+    return Standing(
+        () if direct and not spec.accumulate else aside,
+        ("hidden_states",) if direct and not scaled(spec) else (),
+    )
+
+
+def workspace(spec: QkvSpec, standing: Standing | None = None) -> Workspace:
+    """The blocks. standing: default for contiguous arrays."""
+    aside, in_place = standing or _contiguous(spec)
     hidden, weights = products_of(spec)
     tokens, columns, width = spec.tokens, spec.hidden_size or 0, width_of(spec, parts_of(spec))
     rows = {"hidden_states": tokens} | {f"{p}_weight": spec.rows(p) for p in "qkv"}
@@ -69,9 +102,9 @@ def workspace(spec: QkvSpec, aside: tuple[str, ...] | None = None) -> Workspace:
     sizes = {
         "state": STATE * any_product,
         "maxima": 4 * sum(maxima_of(spec)) * any_product,
-        "d": tokens * pitch(width),
-        "x": tokens * pitch(columns) * weights,
-        "w": width * pitch(columns) * hidden,
+        "d": tokens * pitch(spec, width),
+        "x": tokens * pitch(spec, columns) * (weights and "hidden_states" not in in_place),
+        "w": width * pitch(spec, columns) * (hidden and "weights" not in in_place),
         "product": 4 * columns * max((rows[name] for name in aside), default=0),
         "cublas": CUBLAS * any_product,
     }

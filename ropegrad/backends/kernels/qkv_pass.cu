@@ -1,9 +1,11 @@
-// The memory pass of the QKV projections' gradients: D, X and W as 16-bit matrices, scaled by powers of two.
+// The memory pass of the QKV projections' gradients: D, X and W as 16-bit matrices, scaled by powers of two,
+// or as float32.
 //
 // Launches: convert (scales guessed from a sample; every input read once, every copy written once, maxima of
 // rows and columns measured; the last block judges whether the scales are right), mend (convert again; back
 // at once if all is well), the product D·W, mend (what scales of single rows and columns left to do; convert
 // D again), the product Dᵀ·X, mend. Where results must be added, rounded or spread by strides, mend does that.
+// Float32 operands have no scales: convert just copies, and mend is launched for that alone.
 //
 // Behind numbers.cuh, memory.cuh, qkv_inputs.cuh, qkv_scales.cuh and qkv_rows.cuh.
 
@@ -23,10 +25,25 @@ template <class I> DEVICE void fill_job(Job& job, const Arguments& a, int matrix
     job.row_maxima = matrix == D ? a.d_rows : matrix == X ? a.x_rows : a.w_rows;
     job.column_maxima = matrix == D ? a.d_columns : matrix == X ? a.x_columns : a.w_columns;
     job.own_rows = job.own_columns = false;
+    if (!job.out) job.rows = 0;  // the products read it where it is
     job.divide(warps, matrix == D ? Gradients<I, V>::in_flight : Hidden<I, U>::in_flight);
 }
 
-template <class I> DEVICE void qkv_convert_of(const Arguments& a) {
+// float32 operands are the values themselves.
+template <class I> DEVICE void copy(const Arguments& a) {
+    __shared__ Job jobs[3];
+    const unsigned self = threadIdx.x;
+    if (self < 3) fill_job<I>(jobs[self], a, self, gridDim.x * blockDim.x / 32);
+    if (blockIdx.x == 0 && self == 0) {
+        State s = {};
+        s.alpha[HIDDEN] = s.alpha[WEIGHTS] = s.one = 1.0f;
+        *a.state = s;
+    }
+    __syncthreads();
+    convert_all<I, false>(a, jobs);
+}
+
+template <class I> DEVICE void convert(const Arguments& a) {
     __shared__ Job jobs[3];
     __shared__ unsigned samples[3][SAMPLERS / 32];
     __shared__ bool last;
@@ -46,6 +63,11 @@ template <class I> DEVICE void qkv_convert_of(const Arguments& a) {
     __syncthreads();
     if (!last) return;
     judge<I>(a, jobs[D].exponent, jobs[X].exponent, jobs[W].exponent);
+}
+
+template <class I> DEVICE void qkv_convert_of(const Arguments& a) {
+    if constexpr (SCALED<typename I::Operand>) convert<I>(a);
+    else copy<I>(a);
 }
 
 template <class I> DEVICE void convert_again(const Arguments& a, long long turn) {

@@ -64,7 +64,8 @@ template <class I, int V, bool MEASURE, class Source> DEVICE unsigned convert_ro
     #pragma unroll
     for (int i = 0; i < 2 * V; ++i) {
         float y;
-        if constexpr (MEASURE) {
+        if constexpr (!SCALED<Operand>) y = x[i];
+        else if constexpr (MEASURE) {
             const unsigned bits = finite_bits(x[i]);
             found[i] = most(found[i], bits);
             largest = most(largest, bits);
@@ -96,7 +97,7 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_group(
     const unsigned apart = sizeof(Operand) * (unit.second - unit.first);
     unsigned found[2 * V] = {};
     int own[2 * V];
-    if constexpr (!MEASURE) {
+    if constexpr (!MEASURE && SCALED<Operand>) {
         #pragma unroll
         for (int i = 0; i < 2 * V; ++i) {
             const bool there = job.own_columns && (i < V ? inside : both);

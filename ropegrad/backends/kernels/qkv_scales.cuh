@@ -15,6 +15,9 @@ template <> struct Window<BFloat16> {
     static constexpr int low = -20, high = 40, guess = 10, target = 20, kept = 120;
 };
 
+template <> struct Window<float> { static constexpr int target = 0; };  // float32 has no scales
+template <class Operand> constexpr bool SCALED = sizeof(Operand) == 2;
+
 constexpr unsigned INFINITE = 0x7f800000u, SMALLEST_NORMAL = 0x00800000u, NOTHING = 0xffffffffu;
 
 // Bits of |x|, which are ordered as the magnitudes are; 0 for NaN and Inf. (Floating-point comparisons would
