@@ -27,7 +27,7 @@ from ropegrad.backends.cublas import multiply
 from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.cupy_tensor import execute, multiprocessors, place
 from ropegrad.backends.qkv_launch import Fill, Launch, Room, Steps, prepare
-from ropegrad.backends.qkv_workspace import OPERANDS, workspace
+from ropegrad.backends.qkv_workspace import workspace
 from ropegrad.bench import device as devices
 from ropegrad.bench.products import PRECISIONS, Product
 from ropegrad.bench.timing import Call, measure, sets_needed
@@ -39,7 +39,7 @@ from ropegrad.verify import check, make_case
 from ropegrad.verify.case import Case
 from ropegrad.verify.runners import run_backend, to_namespace
 
-PROTOCOLS = ("graph", "span")
+PROTOCOLS, PROMISES = ("graph", "span"), ("highest", "high", "medium")
 BARE = {"fp16": "cuBLAS float16", "tf32": "cuBLAS TF32", "fp32": "cuBLAS IEEE"}
 Arrays = dict[str, Any]
 
@@ -129,7 +129,7 @@ def tune(name: str, spec: QkvSpec, given: argparse.Namespace) -> list[dict[str, 
     """Check and time one workload; a line for each contender and protocol."""
     here, cost = devices.current(), qkv_cost(spec)
     case = case_of(name, replace(spec, rope=replace(spec.rope, namespace="numpy")))
-    bits = {precision: right(case, precision, given.whole) for precision in OPERANDS}
+    bits = {precision: right(case, precision, given.whole) for precision in PROMISES}
     cases = {"": case} | ({" wide": wide(case)} if given.wide else {})
     if given.wide:
         right(cases[" wide"], "high", True)
@@ -139,7 +139,7 @@ def tune(name: str, spec: QkvSpec, given: argparse.Namespace) -> list[dict[str, 
     for kind, one in cases.items():
         first = {key: to_namespace(x, "cupy") for key, x in one.inputs.items() if x is not None}
         sets = [first, *({key: x.copy() for key, x in first.items()} for _ in range(count - 1))]
-        for precision in OPERANDS:
+        for precision in PROMISES:
             promised = replace(spec, precision=precision)
             plan = plan_qkv_rope_backward(promised)
             plan(*first.values())

@@ -20,7 +20,7 @@ from ropegrad.backends.qkv_access import Placed, standing_of
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance, kernel_text
 from ropegrad.backends.qkv_launch import Launch, Room, Steps, prepare
 from ropegrad.backends.qkv_status import STATE, status_of
-from ropegrad.backends.qkv_workspace import CUBLAS, OPERANDS, workspace
+from ropegrad.backends.qkv_workspace import CUBLAS, operand, workspace
 from ropegrad.spec import QkvSpec
 from ropegrad.verify import runners
 from ropegrad.verify.case import Case, NumpyArray
@@ -105,14 +105,14 @@ def execute(spec: QkvSpec, steps: Steps, arrays: list[NumpyArray], launching: La
             block = (THREADS[step.entry],)
             kernels[step.entry]((step.grid,), block, given, arrays=arrays, order=launching.order)
         elif isinstance(step, Narrow):
-            multiply(step, OPERANDS[spec.precision], launching.flushes)
+            multiply(step, operand(spec), launching.flushes)
         else:
             _at(step.address, (step.size,), (1,), np.uint8)[...] = 0
 
 
-def multiply(p: Narrow, operand: str, flushes: bool) -> None:
+def multiply(p: Narrow, name: str, flushes: bool) -> None:
     """What cuBLAS computes, at these addresses."""
-    dtype = numpy_dtype(operand)
+    dtype = numpy_dtype(name)
     shape = (p.k, p.m) if p.transposed else (p.m, p.k)
     left = _at(p.left, shape, (p.left_pitch, dtype.itemsize), dtype).astype(np.float32)
     right = _at(p.right, (p.k, p.n), (p.right_pitch, dtype.itemsize), dtype).astype(np.float32)
@@ -157,7 +157,7 @@ def compile_all(instances: Iterable[Instance], fault: Fault | None = None) -> No
 
 # ---- the public call ---------------------------------------------------------------------------------------
 
-NUMBERS = {"qkv_mend": (11, 1), "qkv_biases": (6,)}  # behind the 64 of Arguments
+NUMBERS = {"qkv_mend": (11, 1), "qkv_biases": (6,)}  # behind the 68 of Arguments
 STREAM, HANDLE = 7, 5
 
 
@@ -184,7 +184,7 @@ class Device:
         assert (gy, gz, by, bz, shared, stream, extra) == (1, 1, 1, 1, 0, STREAM, 0)
         entry, kernel = self.kernels[function]
         self.called.append(entry)
-        sizes = [8 * count for count in (64, *NUMBERS.get(entry, ()))]
+        sizes = [8 * count for count in (68, *NUMBERS.get(entry, ()))]
         at = (ctypes.c_void_p * len(sizes)).from_address(pointers)
         arguments = [ctypes.string_at(at[i], size) for i, size in enumerate(sizes)]
         kernel((gx,), (bx,), arguments, arrays=self.held)
@@ -216,16 +216,14 @@ class Device:
         out_kind: int, out_step: Any, compute: int, algorithm: int,
     ) -> int:  # fmt: skip
         assert (no, left_kind, out_kind, out_step.value, algorithm) == (0, kind, 0, n.value, -1)
-        operand, item, computing = {2: ("float16", 2, 68), 14: ("bfloat16", 2, 68), 0: ("float32", 4, 69)}[
-            kind
-        ]
-        assert compute == computing
+        name, item = {2: ("float16", 2), 14: ("bfloat16", 2), 0: ("float32", 4)}[kind]
+        assert compute == (69 if kind == 0 else 68)
         assert self.called[-2:] == ["workspace", "pointers 1"]
         product = Narrow(
             left.value, item * left_step.value, bool(transposed), right.value, item * right_step.value,
             out.value, m.value, n.value, k.value, alpha.value, beta.value,
         )  # fmt: skip
-        multiply(product, operand, flushes=True)
+        multiply(product, name, flushes=True)
         self.called.append("product")
         return 0
 

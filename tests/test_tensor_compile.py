@@ -15,10 +15,11 @@ MEANT = "fma.rn.f32"  # written as such, in the rotation
 
 
 def instance(storage, table, operand, vector, matrix_vector, *options):
-    interleaved, half_table, add = (word in options for word in ("interleaved", "half", "add"))
+    words = "interleaved", "half", "add", "two"
+    interleaved, half_table, add, two = (word in options for word in words)
     return Instance(
         storage=storage, table=table, operand=operand, vector=vector, matrix_vector=matrix_vector,
-        interleaved=interleaved, half_table=half_table, add=add,
+        interleaved=interleaved, half_table=half_table, add=add, two=two,
     )  # fmt: skip
 
 
@@ -26,13 +27,14 @@ GATE = [
     instance("float32", "float32", "float16", 4, 4),
     instance("bfloat16", "float32", "bfloat16", 8, 8, "interleaved", "half", "add"),
     instance("float32", "float32", "float32", 4, 4),
+    instance("float32", "float32", "float16", 4, 4, "two"),
 ]
 MORE = [
     instance(storage, table, operand, vector, vector, *options)
     for storage in ("float32", "float16", "bfloat16") for table in ("float32", "bfloat16")
     for operand in ("float32", "float16", "bfloat16") for vector in (1, 2, 4, 8)
-    for options in ((), ("interleaved", "half", "add"))
-    if storage != "float32" or vector < 8
+    for options in ((), ("interleaved", "half", "add"), *[("two",)][: operand == "float16"])
+    if vector < 8 or (storage != "float32" and options != ("two",))
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from ropegrad.backends.cupy_plain import CupyPlain
 from ropegrad.backends.qkv_access import Placed, standing_of, vectors
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
 from ropegrad.backends.qkv_launch import (
+    SHORT,
     Fill,
     Launch,
     Room,
@@ -34,10 +35,10 @@ from ropegrad.backends.qkv_status import Status, status_of
 from ropegrad.backends.qkv_workspace import (
     ALIGNED,
     CUBLAS,
-    OPERANDS,
     STATE,
+    operand,
     products_of,
-    scaled,
+    terms,
     workspace,
 )
 from ropegrad.backends.rope_bound import on_device
@@ -108,19 +109,28 @@ def _too_old() -> str | None:
 
 def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
     """The steps in words."""
-    operand = OPERANDS[spec.precision]
     size = numpy_dtype(spec.rope.dtype).itemsize
     accesses = f"{widths[0] * size} and {widths[1] * size} bytes an access"
     room = f"workspace of {workspace(spec).size} bytes for contiguous arrays"
-    if not scaled(spec):
+    if not terms(spec):
         return [
             f"one pass of qkv_pass.cu writes the rotated gradients as one float32 matrix, {accesses}, and "
             "copies hidden states and weights where cuBLAS cannot read them as they are; cuBLAS multiplies "
             "in IEEE float32, whatever switches say",
             room,
         ]
+    if terms(spec) == 2:
+        return [
+            "one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as two float16 "
+            f"numbers an element, {accesses}; cuBLAS makes three products for one, and float32 takes over "
+            f"from tensor cores every {SHORT} terms of the sums",
+            "one scale for a matrix, a power of two guessed from 256 elements; on the device, the small "
+            "elements of rows and columns are counted: where they could be seen in a result, the product is "
+            "computed anew in float32",
+            room,
+        ]
     return [
-        f"one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as {operand}, "
+        f"one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as {operand(spec)}, "
         f"{accesses}; cuBLAS multiplies with float32 sums",
         "scales are powers of two, guessed from 256 elements of each matrix and judged on the device by the "
         "maxima of rows and columns: one for a matrix; where its range is too wide, one for each token or "
@@ -206,7 +216,7 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
         )
     count = multiprocessors(cupy.cuda.runtime.getDevice())
     execute(prepared(spec, placed, Room(at, state_at), count), spec)
-    return state if scaled(spec) and any(products_of(spec)) else None
+    return state if terms(spec) and any(products_of(spec)) else None
 
 
 @functools.cache
@@ -227,7 +237,7 @@ def execute(steps: Steps, spec: QkvSpec) -> None:
         if isinstance(step, Launch):
             launch(kernels[step.entry], step)
         elif isinstance(step, Narrow):
-            multiply_narrow(step, OPERANDS[spec.precision], steps.cublas, CUBLAS)
+            multiply_narrow(step, operand(spec), steps.cublas, CUBLAS)
         else:
             assert isinstance(step, Fill)
             stream = cupy.cuda.get_current_stream().ptr

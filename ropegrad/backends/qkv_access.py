@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
-from ropegrad.backends.qkv_workspace import Standing, parts_of, products_of, scaled
+from ropegrad.backends.qkv_workspace import Standing, parts_of, products_of, terms
 from ropegrad.spec import QkvSpec
 
 ALIGNED = 16  # bytes of the widest access
@@ -42,7 +42,8 @@ def vectors(spec: QkvSpec, arrays: dict[str, Placed]) -> tuple[int, int]:
     def matrix(vector: int) -> bool:
         return (spec.hidden_size or 0) % vector == 0 and all(_aligned(x, size, vector) for x in matrices)
 
-    widths = [width for width in (8, 4, 2) if width * size <= ALIGNED]
+    widest = 4 if terms(spec) == 2 else 8  # as registers allow
+    widths = [width for width in (8, 4, 2) if width <= widest and width * size <= ALIGNED]
     return next(filter(head, widths), 1), next(filter(matrix, widths), 1)
 
 
@@ -77,7 +78,7 @@ def standing_of(spec: QkvSpec, arrays: dict[str, Placed]) -> Standing:
         and (not float32 or spec.accumulate or not dense(arrays[f"grad_{need}"], 4, ALIGNED))
     ]
     in_place = []
-    if float32 and not scaled(spec):
+    if float32 and not terms(spec):
         hidden, weights = products_of(spec)
         if weights and dense(arrays["hidden_states"], 4, 4):
             in_place.append("hidden_states")

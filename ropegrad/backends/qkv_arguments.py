@@ -27,7 +27,9 @@ def arguments(
         one = arrays.get(f"{part}_weight") if hidden else None
         values += (0,) * 4 if one is None else (one.address, 0, *_steps(one))
     values += [hidden, weights, spec.tokens, inner_of(spec), rope.head_dim, rope.rotary_dim, width, columns]
-    values += [blocks[name] for name in "dxw"] + [pitch(spec, n) for n in (width, columns, columns)]
+    pitches = [pitch(spec, n) for n in (width, columns, columns)]
+    values += [blocks[name] for name in "dxw"] + pitches
+    values += [rows * step for rows, step in zip((spec.tokens, spec.tokens, width), pitches, strict=True)]
     maxima = blocks["maxima"]
     for length in maxima_of(spec):
         values.append(maxima)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "kernels"
-PARTS = ("numbers.cuh", "memory.cuh", "qkv_inputs.cuh", "qkv_scales.cuh", "qkv_rows.cuh", "qkv_pass.cu")
+PARTS = ("numbers.cuh", "memory.cuh", "qkv_inputs.cuh", "qkv_scales.cuh", "qkv_terms.cuh",
+         "qkv_rows.cuh", "qkv_pass.cu")  # fmt: skip
 
 _TYPES = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
 _KERNELS = {  # parameters behind `Arguments`, the body, threads of a block; blocks that must fit
@@ -25,6 +26,8 @@ class Instance:
 
     storage, table, operand
         Dtypes of gradients, hidden states and weights, of the tables, of the products' operands.
+    two
+        Whether an operand has a second term.
     vector, matrix_vector
         Channels an access: of the gradients, and of hidden states and weights.
     interleaved, half_table, add
@@ -34,6 +37,7 @@ class Instance:
     storage: str
     table: str
     operand: str
+    two: bool
     vector: int
     matrix_vector: int
     interleaved: bool

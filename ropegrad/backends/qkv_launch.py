@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
@@ -16,15 +16,15 @@ from ropegrad.backends.qkv_access import Placed, standing_of, vectors
 from ropegrad.backends.qkv_arguments import arguments, inner_of, token_rows
 from ropegrad.backends.qkv_instance import Instance
 from ropegrad.backends.qkv_workspace import (
-    OPERANDS,
     Standing,
     biases_of,
     item,
     maxima_of,
+    operand,
     parts_of,
     pitch,
     products_of,
-    scaled,
+    terms,
     width_of,
     workspace,
 )
@@ -32,9 +32,15 @@ from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec
 
 CHAIN = 16_384  # products that a tensor core may add before float32 takes over
-_ALPHA, _ONE, _ZERO = 56, 64, 68  # bytes into the struct State
+SHORT = 512  # the same for the first terms of float32 numbers: a tensor core cuts off where float32 rounds
+_ALPHA, _ONE, _ZERO, _FURTHER = 56, 64, 68, 104  # bytes into the struct State
 _BEFORE_HIDDEN, _BEFORE_WEIGHTS, _LAST = range(3)  # turns of `mend`
 _NOTHING = (0,) * 11  # the struct Finish of qkv_pass.cu
+_TURNS = (  # by terms of an element: which of left and of right, their alpha, the longest chain
+    ((0, 0, _ALPHA, 1 << 31),),
+    ((0, 0, _ALPHA, CHAIN),),
+    ((0, 1, _FURTHER, CHAIN), (1, 0, _FURTHER, CHAIN), (0, 0, _ALPHA, SHORT)),
+)
 _MENDERS = 2, 8  # blocks a multiprocessor where there is normally nothing to do, and where there is
 
 
@@ -93,6 +99,27 @@ def _itemsize(spec: QkvSpec, name: str) -> int:
     return nbytes((1,), spec.rope.table_dtype if name in ("cos", "sin") else spec.rope.dtype)
 
 
+def _chains(k: int, longest: int) -> Iterator[tuple[int, int]]:
+    """Starts and lengths of at most so many products each, all but the last of like length."""
+    count = -(-k // longest)
+    each = -(-k // max(count, 1) // 64) * 64
+    for start in range(0, k, max(each, 1)):
+        yield start, min(each, k - start)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A matrix of the products in memory: bytes from row to row, and to its second term."""
+
+    address: int
+    pitch: int
+    second: int
+    transposed: bool = False
+
+    def term(self, number: int) -> int:
+        return self.address + number * self.second
+
+
 @dataclass(frozen=True)
 class _Problem:
     """A problem on its way to steps."""
@@ -114,7 +141,7 @@ class _Problem:
     def instance(self) -> Instance:
         rope, (vector, matrix_vector) = self.spec.rope, self._widths
         return Instance(
-            storage=rope.dtype, table=rope.table_dtype, operand=OPERANDS[self.spec.precision],
+            storage=rope.dtype, table=rope.table_dtype, operand=operand(self.spec), two=terms(self.spec) == 2,
             vector=vector, matrix_vector=matrix_vector, interleaved=rope.pairing == "interleaved",
             half_table=rope.table == "half", add=self.spec.accumulate,
         )  # fmt: skip
@@ -123,9 +150,10 @@ class _Problem:
         hidden, weights = products_of(self.spec)
         if hidden or weights:
             arguments = self._arguments(parts_of(self.spec))
-            if scaled(self.spec):
+            if terms(self.spec):
                 yield Fill(self.block("maxima"), 4 * sum(maxima_of(self.spec)))
-            yield Launch("qkv_convert", self.multiprocessors, (arguments,))
+            for _ in range(2 if terms(self.spec) == 2 else 1):  # again, where the first scale did not fit
+                yield Launch("qkv_convert", self.multiprocessors, (arguments,))
             yield from self._mend(arguments, _BEFORE_HIDDEN)
             if hidden:
                 yield from self._hidden(arguments)
@@ -142,7 +170,7 @@ class _Problem:
     ) -> Iterator[Step]:
         """What is normally nothing, unless `busy`, and without scales nothing for certain."""
         grid = _MENDERS[busy] * self.multiprocessors
-        if busy or scaled(self.spec):
+        if busy or terms(self.spec) == 1 or (terms(self.spec) and finish is not _NOTHING):
             yield Launch("qkv_mend", grid, (arguments, array("q", finish), array("q", [turn])))
 
     # ---- products ------------------------------------------------------------------------------------------
@@ -152,27 +180,30 @@ class _Problem:
         out = self.arrays["grad_hidden_states"]
         aside = "hidden_states" in self.standing.aside
         at = self.block("product") if aside else out.address
-        left = self.block("d"), pitch(spec, width), False
-        right = self._operand("weights", f"{parts_of(spec)[0]}_weight", "w")
+        left = self._operand("d", spec.tokens, width)
+        right = self._right("weights", f"{parts_of(spec)[0]}_weight", "w", width)
         yield from self._product(0, left, right, at, spec.tokens, width)
         finish = at, *token_rows(out), spec.tokens, self._columns, inner_of(spec), 0, 0, int(not aside)
         yield from self._mend(arguments, _BEFORE_WEIGHTS, finish, aside)
 
-    def _operand(self, name: str, array: str, block: str) -> tuple[int, int]:
-        """Address and pitch of the products' right operand: a copy, or the array as it is."""
+    def _right(self, name: str, array: str, block: str, rows: int) -> _Operand:
+        """A copy, or the array as it is."""
         if name in self.standing.in_place:
-            return self.arrays[array].address, item(self.spec) * self._columns
-        return self.block(block), pitch(self.spec, self._columns)
+            return _Operand(self.arrays[array].address, item(self.spec) * self._columns, 0)
+        return self._operand(block, rows, self._columns)
+
+    def _operand(self, block: str, rows: int, columns: int) -> _Operand:
+        step = pitch(self.spec, columns)
+        return _Operand(self.block(block), step, rows * step)
 
     def _weights(self, arguments: array[int]) -> Iterator[Step]:
         spec, parts = self.spec, parts_of(self.spec)
-        step = pitch(spec, width_of(spec, parts))
-        right = self._operand("hidden_states", "hidden_states", "x")
+        left = replace(self._operand("d", spec.tokens, width_of(spec, parts)), transposed=True)
+        right = self._right("hidden_states", "hidden_states", "x", spec.tokens)
         for first, rows, out, aside in self._runs(parts):
             at = self.block("product") if aside else out.address
-            yield from self._product(
-                1, (self.block("d") + item(spec) * first, step, True), right, at, rows, spec.tokens
-            )
+            part = replace(left, address=left.address + item(spec) * first)
+            yield from self._product(1, part, right, at, rows, spec.tokens)
             to = (out.address, 0, *(out.strides if aside else (4 * self._columns, 4)))
             finish = at, *to, rows, self._columns, max(rows, 1), 1, first, int(not aside)
             if rows and self._columns:
@@ -207,23 +238,24 @@ class _Problem:
         return runs
 
     def _product(
-        self, which: int, left: tuple[int, int, bool], right: tuple[int, int], out: int, m: int, k: int
+        self, which: int, left: _Operand, right: _Operand, out: int, m: int, k: int
     ) -> Iterator[Step]:
-        """left·right; on tensor cores in chains of at most CHAIN products."""
+        """left·right in chains; of two terms the smaller products first."""
         n, state, size = self._columns, self.room.state, item(self.spec)
         if not (m and n):
             return
         if not k:
             yield Fill(out, 4 * m * n)
-        chains = -(-k // CHAIN) if scaled(self.spec) else 1
-        each = -(-k // max(chains, 1) // 64) * 64  # of like length
-        for start in range(0, k, max(each, 1)):
-            (at, step, transposed), (other, other_step) = left, right
-            yield Narrow(
-                at + start * (step if transposed else size), step, transposed, other + start * other_step,
-                other_step, out, m, n, min(each, k - start), state + _ALPHA + 4 * which,
-                state + (_ONE if start else _ZERO),
-            )  # fmt: skip
+        beta = _ZERO
+        for term, other_term, alpha, longest in _TURNS[terms(self.spec)]:
+            at, step, transposed = left.term(term), left.pitch, left.transposed
+            for start, length in _chains(k, longest):
+                yield Narrow(
+                    at + start * (step if transposed else size), step, transposed,
+                    right.term(other_term) + start * right.pitch, right.pitch, out, m, n, length,
+                    state + alpha + 4 * which, state + beta,
+                )  # fmt: skip
+                beta = _ONE
 
     def _biases(self) -> Iterator[Step]:
         parts = biases_of(self.spec)

@@ -12,7 +12,7 @@ STATE = np.dtype(
     [
         ("exponent", "3i4"), ("again", "3i4"), ("again_d", "i4"), ("own", "2i4"), ("own_columns", "3i4"),
         ("unscale", "2i4"), ("alpha", "2f4"), ("one", "f4"), ("zero", "f4"), ("largest", "3u4"),
-        ("recompute", "2i4"), ("mend", "3i4"),
+        ("recompute", "2i4"), ("mend", "3i4"), ("further", "2f4"),
     ]
 )  # fmt: skip
 _MATRICES = ("gradients", "hidden_states", "weights")

@@ -12,7 +12,7 @@ from ropegrad.spec import QkvSpec
 ALIGNED = 256  # bytes, of every block
 CUBLAS = 32 << 20  # what NVIDIA recommends for sm_90; less elsewhere
 STATE = 256  # the struct State of qkv_inputs.cuh
-OPERANDS = {"highest": "float32", "high": "float16", "medium": "bfloat16"}  # dtypes of the products
+LEAST, MOST = 512, 1 << 16  # products of a sum, for operands in two terms
 
 
 class Standing(NamedTuple):
@@ -54,27 +54,37 @@ def width_of(spec: QkvSpec, parts: Iterable[str]) -> int:
     return sum(map(spec.rows, parts))
 
 
-def scaled(spec: QkvSpec) -> bool:
-    """Whether the operands are 16-bit numbers, which scales must fit to the range of the data."""
-    return OPERANDS[spec.precision] != "float32"
+def terms(spec: QkvSpec) -> int:
+    """How many 16-bit numbers stand for an element; 0 where the products take float32."""
+    if spec.precision != "highest":
+        return 1
+    depths = spec.tokens, width_of(spec, parts_of(spec))
+    return 2 if min(depths) >= LEAST and max(*depths, spec.hidden_size or 0) < MOST else 0
+
+
+def operand(spec: QkvSpec) -> str:
+    """Dtype of what the products multiply."""
+    return "bfloat16" if spec.precision == "medium" else "float16" if terms(spec) else "float32"
 
 
 def maxima_of(spec: QkvSpec) -> tuple[int, ...]:
-    """Words of maxima: of rows and columns of D, of columns of X and W, of rows of X and W; a counter's.
+    """Words of maxima: rows and columns of D, columns of X and W, rows of X and W; matrices'; a counter's.
 
     Each is whole accesses of a warp, 512 bytes.
     """
-    if not scaled(spec):
-        return (0,) * 7
+    if not terms(spec):
+        return (0,) * 8
     hidden, weights = products_of(spec)
     tokens, columns, width = spec.tokens, spec.hidden_size or 0, width_of(spec, parts_of(spec))
-    words = tokens, width, columns * weights, columns * hidden, tokens * weights, width * hidden, 1
+    one = terms(spec) == 1  # else no row of X or W is measured, but each matrix
+    rows = (tokens * weights, width * hidden, 0) if one else (0, 0, 3)
+    words = tokens, width, columns * weights, columns * hidden, *rows, 1
     return tuple(-(-count // 128) * 128 for count in words)
 
 
 def item(spec: QkvSpec) -> int:
     """Bytes of an operand's element."""
-    return nbytes((1,), OPERANDS[spec.precision])
+    return nbytes((1,), operand(spec))
 
 
 def pitch(spec: QkvSpec, columns: int) -> int:
@@ -88,7 +98,7 @@ def _contiguous(spec: QkvSpec) -> Standing:
     aside = tuple(n for n in spec.needs if not n.endswith("_bias"))
     return Standing(
         () if direct and not spec.accumulate else aside,
-        ("hidden_states",) if direct and not scaled(spec) else (),
+        ("hidden_states",) if direct and not terms(spec) else (),
     )
 
 
@@ -98,13 +108,13 @@ def workspace(spec: QkvSpec, standing: Standing | None = None) -> Workspace:
     hidden, weights = products_of(spec)
     tokens, columns, width = spec.tokens, spec.hidden_size or 0, width_of(spec, parts_of(spec))
     rows = {"hidden_states": tokens} | {f"{p}_weight": spec.rows(p) for p in "qkv"}
-    any_product = hidden or weights
+    any_product, each = hidden or weights, max(terms(spec), 1)
     sizes = {
         "state": STATE * any_product,
         "maxima": 4 * sum(maxima_of(spec)) * any_product,
-        "d": tokens * pitch(spec, width),
-        "x": tokens * pitch(spec, columns) * (weights and "hidden_states" not in in_place),
-        "w": width * pitch(spec, columns) * (hidden and "weights" not in in_place),
+        "d": each * tokens * pitch(spec, width),
+        "x": each * tokens * pitch(spec, columns) * (weights and "hidden_states" not in in_place),
+        "w": each * width * pitch(spec, columns) * (hidden and "weights" not in in_place),
         "product": 4 * columns * max((rows[name] for name in aside), default=0),
         "cublas": CUBLAS * any_product,
     }

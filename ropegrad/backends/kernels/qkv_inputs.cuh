@@ -21,10 +21,12 @@ struct State {
     unsigned largest[3];       // bits of the largest finite magnitude
     int recompute[2];          // the product is left to `finish`, all of it, in float32
     int mend[3];               // whether there is anything to do before D·W, before Dᵀ·X, behind it
+    float further[2];          // alpha of products with a second term
 };
 
 // Maxima are the bits of the largest finite magnitude of a row or column, zeros at first and between them, so
-// that each array is whole accesses of a warp.
+// that each array is whole accesses of a warp. Of matrices in two terms there are tallies in their place
+// (qkv_terms.cuh), of D's rows and of columns.
 struct Arguments {
     Heads grad[3];             // of query, key, value; a token is (outer, inner)
     long long columns[3];      // of D that they fill; 0 where not wanted
@@ -34,7 +36,9 @@ struct Arguments {
     long long tokens, inner, head_dim, rotary, width, hidden_size;
     char* copy[3];             // D, X, W in the operands' dtype
     long long pitch[3];        // bytes from row to row of them
+    long long second[3];       // bytes from the first term to the second
     unsigned *d_rows, *d_columns, *x_columns, *w_columns, *x_rows, *w_rows;
+    unsigned* largest;         // of D, X, W in two terms; zeros at first
     unsigned* done;            // blocks that have measured; zero at first
     State* state;
 };
@@ -58,6 +62,7 @@ template <class T> DEVICE T of_part(const T (&three)[3], int part) {  // without
 struct Row {
     unsigned number, outer, inner;
 
+    DEVICE Row(unsigned number, unsigned outer, unsigned inner) : number(number), outer(outer), inner(inner) {}
     DEVICE Row(const Arguments& a, unsigned number) : number(number) {
         const unsigned n = static_cast<unsigned>(a.inner);
         outer = number / n;
@@ -106,7 +111,7 @@ template <class I, int V> struct Gradients {
     static constexpr bool within = I::interleaved && V > 1;  // partners stand in the same vector
     static constexpr bool shared = I::half_table && within;  // a column of the table serves two channels
     static constexpr int columns = shared ? V / 2 : V;
-    static constexpr int in_flight = V <= 4 ? 3 : 1;  // rows, and their tables: as registers allow
+    static constexpr int in_flight = V > 4 ? 1 : I::two ? 2 : 3;  // rows and their tables, as registers allow
     using Table = Vector<typename I::Table, columns>[2];
     struct Tables { Table c, s; };
 

@@ -5,9 +5,11 @@
 // rows and columns measured; the last block judges whether the scales are right), mend (convert again; back
 // at once if all is well), the product D·W, mend (what scales of single rows and columns left to do; convert
 // D again), the product Dᵀ·X, mend. Where results must be added, rounded or spread by strides, mend does that.
-// Float32 operands have no scales: convert just copies, and mend is launched for that alone.
+// Float32 operands have no scales: convert just copies, and mend is launched for that alone. Operands in two
+// terms have one scale; convert is launched again, should they be larger than the sample lets guess, and mend
+// computes anew what no scale serves.
 //
-// Behind numbers.cuh, memory.cuh, qkv_inputs.cuh, qkv_scales.cuh and qkv_rows.cuh.
+// Behind numbers.cuh, memory.cuh, qkv_inputs.cuh, qkv_scales.cuh, qkv_terms.cuh and qkv_rows.cuh.
 
 constexpr long long BEFORE_HIDDEN = 0, BEFORE_WEIGHTS = 1;  // turns of `mend`: what is converted again
 
@@ -22,7 +24,9 @@ template <class I> DEVICE void fill_job(Job& job, const Arguments& a, int matrix
                                                   : (a.wanted[HIDDEN] ? width : 0);
     job.out = of_part(a.copy, matrix);
     job.pitch = of_part(a.pitch, matrix);
-    job.row_maxima = matrix == D ? a.d_rows : matrix == X ? a.x_rows : a.w_rows;
+    job.second = of_part(a.second, matrix);
+    job.largest = a.largest + matrix;
+    job.row_maxima = matrix == D ? a.d_rows : I::two ? nullptr : matrix == X ? a.x_rows : a.w_rows;
     job.column_maxima = matrix == D ? a.d_columns : matrix == X ? a.x_columns : a.w_columns;
     job.own_rows = job.own_columns = false;
     if (!job.out) job.rows = 0;  // the products read it where it is
@@ -47,22 +51,37 @@ template <class I> DEVICE void convert(const Arguments& a) {
     __shared__ Job jobs[3];
     __shared__ unsigned samples[3][SAMPLERS / 32];
     __shared__ bool last;
+    using Target = Window<typename I::Operand>;
     const unsigned self = threadIdx.x, warps = gridDim.x * blockDim.x / 32;
-    if (self < SAMPLERS) sample<I>(a, samples);
-    else if (self < SAMPLERS + 3) fill_job<I>(jobs[self - SAMPLERS], a, self - SAMPLERS, warps);
+    const bool again = I::two && __ldcg(a.done) >= gridDim.x;  // all blocks of the first launch have been
+    if (again && !a.state->mend[0]) return;
+    if (self >= SAMPLERS) {
+        if (self < SAMPLERS + 3) fill_job<I>(jobs[self - SAMPLERS], a, self - SAMPLERS, warps);
+    } else if (!again) sample<I>(a, samples);
     __syncthreads();
-    if (self < 3) jobs[self].exponent = guess<typename I::Operand>(samples[self]);
+    if (self < 3) {
+        Job& job = jobs[self];
+        job.exponent = again ? a.state->exponent[self] : guess(samples[self], I::two ? AIM : Target::guess);
+        job.least = least_to_carry(job.exponent);
+        if (again && !a.state->again[self]) job.rows = 0;
+    }
     __syncthreads();
     convert_all<I, true>(a, jobs);
     __syncthreads();
     if (self == 0) {  // for the whole block, which the barrier has put before it
         __threadfence();
-        last = atomicAdd(a.done, 1u) == gridDim.x - 1;
+        last = atomicAdd(a.done, 1u) == (again ? 2 : 1) * gridDim.x - 1;
         __threadfence();
     }
     __syncthreads();
     if (!last) return;
-    judge<I>(a, jobs[D].exponent, jobs[X].exponent, jobs[W].exponent);
+    if constexpr (I::two) {
+        if (self < 3) a.state->exponent[self] = jobs[self].exponent;
+        __syncthreads();
+        if (!again && judge_guesses(a)) return;
+        __syncthreads();
+        judge_terms(a);
+    } else judge<I>(a, jobs[D].exponent, jobs[X].exponent, jobs[W].exponent);
 }
 
 template <class I> DEVICE void qkv_convert_of(const Arguments& a) {
@@ -107,52 +126,104 @@ template <class I> DEVICE void put(const Finish& f, unsigned row, unsigned colum
     *to = Narrow<T>::from(sum);
 }
 
-constexpr int SIDE = 32, DEPTH = 16;  // of a tile of a product that is computed anew: 2 x 2 elements a thread
+// A tile of a product that is computed anew; of it, a thread has 8 x 4 neighbours.
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, DEPTH = 16;
 
-// One element of D·W or Dᵀ·X's operands.
-template <class I> DEVICE float left_of(const Arguments& a, const Finish& f, unsigned row, unsigned k) {
-    const bool hidden = f.which == HIDDEN;
-    const GradientColumn<I> column(a, hidden ? k : static_cast<unsigned>(f.first_row) + row);
-    return column.at(Row(a, hidden ? row : k));
+struct alignas(16) Tile {
+    float left[DEPTH][TILE_ROWS + 4], right[DEPTH][TILE_COLUMNS];
+    unsigned outer[TILE_ROWS], inner[TILE_ROWS];  // tokens of D·W's rows
+};
+
+// Elements from `start` on of D·W's operands: neighbouring threads take neighbours in memory.
+template <class I> DEVICE void read_hidden(
+    const Arguments& a, const Finish& f, Tile& tile, unsigned row, unsigned column, unsigned start) {
+    const unsigned k = threadIdx.x % DEPTH, depth = static_cast<unsigned>(a.width);
+    const unsigned rows = static_cast<unsigned>(f.rows), columns = static_cast<unsigned>(f.columns);
+    const GradientColumn<I> source(a, start + k < depth ? start + k : 0);
+    #pragma unroll
+    for (unsigned i = threadIdx.x / DEPTH; i < TILE_ROWS; i += 256 / DEPTH) {
+        const bool there = row + i < rows && start + k < depth;
+        tile.left[k][i] = there ? source.at(Row(row + i, tile.outer[i], tile.inner[i])) : 0.0f;
+    }
+    const unsigned across = threadIdx.x % TILE_COLUMNS;
+    #pragma unroll
+    for (unsigned l = threadIdx.x / TILE_COLUMNS; l < DEPTH; l += 256 / TILE_COLUMNS) {
+        const bool there = column + across < columns && start + l < depth;
+        tile.right[l][across] = there ? weight_at<I>(a, start + l, column + across) : 0.0f;
+    }
 }
-template <class I> DEVICE float right_of(const Arguments& a, const Finish& f, unsigned k, unsigned column) {
-    return f.which == HIDDEN ? weight_at<I>(a, k, column) : hidden_at<I>(a, Row(a, k), column);
+
+// The same of Dᵀ·X; a thread stays with its column of D.
+template <class I> DEVICE void read_weights(
+    const Arguments& a, const Finish& f, Tile& tile, const GradientColumn<I>& source, bool inside,
+    unsigned column, unsigned start) {
+    const unsigned i = threadIdx.x % TILE_ROWS, depth = static_cast<unsigned>(a.tokens);
+    #pragma unroll
+    for (unsigned k = threadIdx.x / TILE_ROWS; k < DEPTH; k += 256 / TILE_ROWS) {
+        const bool there = inside && start + k < depth;
+        tile.left[k][i] = there ? source.at(Row(a, start + k)) : 0.0f;
+    }
+    const unsigned across = threadIdx.x % TILE_COLUMNS, columns = static_cast<unsigned>(f.columns);
+    #pragma unroll
+    for (unsigned l = threadIdx.x / TILE_COLUMNS; l < DEPTH; l += 256 / TILE_COLUMNS) {
+        const bool there = column + across < columns && start + l < depth;
+        tile.right[l][across] = there ? hidden_at<I>(a, Row(a, start + l), column + across) : 0.0f;
+    }
+}
+
+DEVICE void add_products(const Tile& tile, unsigned y, unsigned x, float (&sums)[8][4]) {
+    #pragma unroll
+    for (int k = 0; k < DEPTH; ++k) {
+        const float4* left = reinterpret_cast<const float4*>(tile.left[k]) + 2 * y;
+        const float4 l[2] = {left[0], left[1]}, r = reinterpret_cast<const float4*>(tile.right[k])[x];
+        const float of_left[8] = {l[0].x, l[0].y, l[0].z, l[0].w, l[1].x, l[1].y, l[1].z, l[1].w};
+        const float of_right[4] = {r.x, r.y, r.z, r.w};
+        #pragma unroll
+        for (int i = 0; i < 8; ++i)
+            #pragma unroll
+            for (int j = 0; j < 4; ++j) sums[i][j] = times_plus(of_left[i], of_right[j], sums[i][j]);
+    }
 }
 
 // The whole product in float32, straight from the inputs: for ranges that no scale serves.
 template <class I> DEVICE void compute_anew(const Arguments& a, const Finish& f) {
-    __shared__ float left[DEPTH][SIDE + 1], right[DEPTH][SIDE + 1];
-    const unsigned rows = f.rows, columns = f.columns, depth = f.which == HIDDEN ? a.width : a.tokens;
-    const unsigned across = (columns + SIDE - 1) / SIDE, tiles = (rows + SIDE - 1) / SIDE * across;
-    const unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    __shared__ Tile tile;
     const bool hidden = f.which == HIDDEN;
-    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const unsigned first_row = tile / across * SIDE, first_column = tile % across * SIDE;
-        float sum[2][2] = {};
-        for (unsigned start = 0; start < depth; start += DEPTH) {
-            for (unsigned i = threadIdx.x; i < DEPTH * SIDE; i += blockDim.x) {
-                // Neighbouring threads take neighbours in memory.
-                const unsigned row = hidden ? i / DEPTH : i % SIDE, k = hidden ? i % DEPTH : i / SIDE;
-                const bool there = first_row + row < rows && start + k < depth;
-                left[k][row] = there ? left_of<I>(a, f, first_row + row, start + k) : 0.0f;
-                const unsigned column = i % SIDE, l = i / SIDE;
-                const bool other = first_column + column < columns && start + l < depth;
-                right[l][column] = other ? right_of<I>(a, f, start + l, first_column + column) : 0.0f;
+    const unsigned rows = static_cast<unsigned>(f.rows), columns = static_cast<unsigned>(f.columns);
+    const unsigned depth = static_cast<unsigned>(hidden ? a.width : a.tokens);
+    const unsigned across = (columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const unsigned tiles = (rows + TILE_ROWS - 1) / TILE_ROWS * across;
+    const unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
+    for (unsigned number = blockIdx.x; number < tiles; number += gridDim.x) {
+        const unsigned row = number / across * TILE_ROWS, column = number % across * TILE_COLUMNS;
+        float sums[8][4] = {};
+        if (hidden) {
+            for (unsigned i = threadIdx.x; i < TILE_ROWS; i += blockDim.x) {
+                const Row token(a, row + i);
+                tile.outer[i] = token.outer;
+                tile.inner[i] = token.inner;
             }
             __syncthreads();
-            #pragma unroll
-            for (int k = 0; k < DEPTH; ++k)
-                #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float& at = sum[i / 2][i % 2];
-                    at = times_plus(left[k][y + 16 * (i / 2)], right[k][x + 16 * (i % 2)], at);
-                }
-            __syncthreads();
+            for (unsigned start = 0; start < depth; start += DEPTH) {
+                read_hidden<I>(a, f, tile, row, column, start);
+                __syncthreads();
+                add_products(tile, y, x, sums);
+                __syncthreads();
+            }
+        } else {
+            const unsigned own = row + threadIdx.x % TILE_ROWS;
+            const GradientColumn<I> source(a, static_cast<unsigned>(f.first_row) + (own < rows ? own : 0));
+            for (unsigned start = 0; start < depth; start += DEPTH) {
+                read_weights<I>(a, f, tile, source, own < rows, column, start);
+                __syncthreads();
+                add_products(tile, y, x, sums);
+                __syncthreads();
+            }
         }
         #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned row = first_row + y + 16 * (i / 2), column = first_column + x + 16 * (i % 2);
-            if (row < rows && column < columns) put<I>(f, row, column, to_double(sum[i / 2][i % 2]));
+        for (int i = 0; i < 32; ++i) {
+            const unsigned at = row + 8 * y + i / 4, there = column + 4 * x + i % 4;
+            if (at < rows && there < columns) put<I>(f, at, there, to_double(sums[i / 4][i % 4]));
         }
     }
 }
@@ -203,7 +274,8 @@ template <class I> DEVICE void mend(const Arguments& a, const Finish& f, long lo
     const bool finish = f.rows && !f.in_place;
     if (!finish && !a.state->mend[turn]) return;
     if (f.rows) finish_all<I>(a, f);
-    if (turn <= BEFORE_WEIGHTS) convert_again<I>(a, turn);
+    if constexpr (!I::two)
+        if (turn <= BEFORE_WEIGHTS) convert_again<I>(a, turn);
 }
 
 // ---- biases -----------------------------------------------------------------------------------------------

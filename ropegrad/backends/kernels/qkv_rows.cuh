@@ -11,7 +11,9 @@ struct Job {
     unsigned rows, units;      // 0 rows: nothing to do
     char* out;
     long long pitch;
-    unsigned *row_maxima, *column_maxima;
+    unsigned *row_maxima, *column_maxima;  // or tallies; null where not wanted
+    long long second;          // bytes to the second term
+    unsigned *largest, least;  // of both terms: where the maximum goes; bits of what carries a sum
     bool own_rows, own_columns;  // scales of their own, by their maxima
     int exponent;              // else this one
     unsigned groups, shares, more;  // shares: warps of a group; more: warps that have a turn more than others
@@ -34,8 +36,8 @@ struct Scale {
 };
 
 // The maxima of a warp's columns, V words a lane; lanes trade so that neighbours write neighbours. Most are no
-// news, and reading costs less than raising.
-template <int V> DEVICE void add_columns(
+// news, and reading costs less than raising. TALLY: they are added instead.
+template <bool TALLY, int V> DEVICE void add_columns(
     unsigned* maxima, unsigned column, const unsigned* found, unsigned (&shared)[32 * V]) {
     const unsigned lane = threadIdx.x % 32;
     #pragma unroll
@@ -46,26 +48,34 @@ template <int V> DEVICE void add_columns(
         const unsigned at = i * 32 + lane, largest = shared[at];
         const unsigned start = __shfl_sync(0xffffffffu, column, at / V);
         unsigned* to = maxima + start + at % V;
-        if (largest > __ldcg(to)) raise(to, largest);
+        if constexpr (TALLY) {
+            if (largest) add(to, largest);
+        } else if (largest > __ldcg(to)) raise(to, largest);
     }
     __syncwarp();
 }
 
-// One row of a group: rounded and written; its largest magnitude, and the columns' so far.
+// One row of a group: rounded and written; its largest magnitude, and the columns' so far; or tallies.
 template <class I, int V, bool MEASURE, class Source> DEVICE unsigned convert_row(
     const Job& job, const Source& source, const Row& row, const Loaded<I, V>& loaded,
     const typename Source::Tables& tables, const Scale& scale,
-    char* out, unsigned apart, const int (&own)[2 * V], unsigned (&found)[2 * V]) {
+    char* out, unsigned apart, const int (&own)[2 * V], unsigned (&found)[2 * V], unsigned& top) {
     using Operand = typename I::Operand;
     unsigned largest = 0;
     float x[2 * V];
     source.values(loaded, tables, x);
-    Vector<Operand, V> narrow[2] = {};
+    Vector<Operand, V> narrow[2] = {}, rest[2] = {};
     #pragma unroll
     for (int i = 0; i < 2 * V; ++i) {
         float y;
         if constexpr (!SCALED<Operand>) y = x[i];
-        else if constexpr (MEASURE) {
+        else if constexpr (I::two) {
+            const unsigned bits = finite_bits(x[i]), tally = bits ? NONZERO + (bits >= job.least) : 0;
+            found[i] += tally;
+            largest += tally;
+            top = most(top, bits);
+            y = scale.of(x[i]);
+        } else if constexpr (MEASURE) {
             const unsigned bits = finite_bits(x[i]);
             found[i] = most(found[i], bits);
             largest = most(largest, bits);
@@ -74,11 +84,21 @@ template <class I, int V, bool MEASURE, class Source> DEVICE unsigned convert_ro
             const unsigned maximum = job.own_rows ? job.row_maxima[row.number] : 0;
             y = Scale(job.own_rows ? own_exponent<Operand>(maximum) : own[i]).of(x[i]);
         }
-        narrow[i / V].set(i % V, Narrow<Operand>::from(y));
+        const Operand first = Narrow<Operand>::from(y);
+        narrow[i / V].set(i % V, first);
+        if constexpr (I::two) {
+            constexpr float further = 1 << FURTHER;
+            const float second = times(minus_times(1.0f, to_float(first), y), further);
+            rest[i / V].set(i % V, Narrow<Operand>::from(second));
+        }
     }
     char* to = out + job.pitch * row.number;
     store<0, true>(to, narrow[0], sizeof(Operand));
     if (source.unit.both) store<0, true>(to + apart, narrow[1], sizeof(Operand));
+    if constexpr (I::two) {
+        store<0, true>(to + job.second, rest[0], sizeof(Operand));
+        if (source.unit.both) store<0, true>(to + job.second + apart, rest[1], sizeof(Operand));
+    }
     return largest;
 }
 
@@ -106,6 +126,7 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_group(
         }
     }
     const Scale scale(job.exponent);
+    unsigned top = 0;
     for (unsigned start = first; start < job.rows; start += step) {
         Loaded<I, V> loaded[ROWS];
         Row ahead(a, start), row = ahead;
@@ -128,18 +149,24 @@ template <class I, int V, bool MEASURE, class Source> DEVICE void convert_group(
             unsigned largest = 0;
             if (inside)
                 largest = convert_row<I, V, MEASURE>(
-                    job, source, row, loaded[r], tables[r], scale, out, apart, own, found);
+                    job, source, row, loaded[r], tables[r], scale, out, apart, own, found, top);
             if constexpr (MEASURE) {
-                largest = most_of_warp(largest);
+                largest = I::two ? sum_of_warp(largest) : most_of_warp(largest);
                 if (lane == r) mine = largest;
             }
             row.step(a);
         }
-        if (MEASURE && mine) raise(job.row_maxima + start + lane, mine);
+        if constexpr (MEASURE && I::two) {
+            if (mine && job.row_maxima) add(job.row_maxima + start + lane, mine);
+        } else if (MEASURE && mine) raise(job.row_maxima + start + lane, mine);
     }
     if constexpr (MEASURE) {
-        add_columns<V>(job.column_maxima, unit.first, found, shared);
-        add_columns<V>(job.column_maxima, both ? unit.second : unit.first, found + V, shared);
+        add_columns<I::two, V>(job.column_maxima, unit.first, found, shared);
+        add_columns<I::two, V>(job.column_maxima, both ? unit.second : unit.first, found + V, shared);
+    }
+    if constexpr (I::two) {
+        top = most_of_warp(top);
+        if (lane == 0 && top) raise(job.largest, top);
     }
 }
 

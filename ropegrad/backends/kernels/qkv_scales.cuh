@@ -98,11 +98,11 @@ template <class I> DEVICE void sample(const Arguments& a, unsigned (&to)[3][SAMP
     }
 }
 
-template <class Operand> DEVICE int guess(const unsigned (&samples)[SAMPLERS / 32]) {
+DEVICE int guess(const unsigned (&samples)[SAMPLERS / 32], int aim) {
     unsigned largest = 0;
     #pragma unroll
     for (unsigned i = 0; i < SAMPLERS / 32; ++i) largest = most(largest, samples[i]);
-    return largest ? Window<Operand>::guess - exponent_of(largest) : 0;
+    return largest ? aim - exponent_of(largest) : 0;
 }
 
 // ---- the verdict ------------------------------------------------------------------------------------------
