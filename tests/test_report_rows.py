@@ -43,10 +43,12 @@ def test_a_ceiling_at_other_bytes_or_that_cannot_be_true_is_none():
 
 def test_products_count_only_where_they_keep_the_promise():
     found = points(qkv_case(QKV), "qkv")
-    assert found["cupy_plain, highest"].ceiling.precision == "fp32"
+    assert found["cupy_plain, highest"].ceiling.precision == "fp16"
+    assert found["cupy_plain, highest"].ceiling_us == 3 * found["cupy_plain, high"].ceiling_us
     assert found["cupy_plain, high"].ceiling.precision == "fp16"
     slow_fp16 = [changed(r, median_us=9e5) if r.precision == "fp16" else r for r in qkv_case(QKV)]
     assert points(slow_fp16, "qkv")["cupy_plain, medium"].ceiling.precision == "tf32"
+    assert points(slow_fp16, "qkv")["cupy_plain, highest"].ceiling.precision == "fp32"
 
 
 def test_formulas_are_one_contender_with_its_fastest():

@@ -13,6 +13,7 @@ from test_limits import RUN
 from ropegrad import records
 from ropegrad.bench import bench_terminal, suite_terminal
 from ropegrad.bench.contender import Contender, promising, refusing
+from ropegrad.bench.facts import limit_us
 from ropegrad.bench.suite import time_case
 from ropegrad.bench.timing import Timing
 from ropegrad.bench.workloads import Problem
@@ -221,9 +222,12 @@ ROWS: list[Record] = [
 def test_the_ceiling_and_ours():
     assert bench_terminal.ceiling_of(ROWS[:2], None).median_us == 10.0
     assert bench_terminal.best(ROWS).median_us == 25.0
-    rates = ((9.0, "tf32"), (30.0, "fp32"), (5.0, "fp16"))
+    rates = ((9.0, "tf32"), (14.0, "fp32"), (5.0, "fp16"))
     products = [record("products", "cublas", us, precision=p) for us, p in rates]
-    assert [bench_terminal.ceiling_of(products, promise).median_us for promise in PRECISIONS] == [30, 5, 5]
+    assert [bench_terminal.ceiling_of(products, promise).median_us for promise in PRECISIONS] == [14, 5, 5]
+    products[1] = record("products", "cublas", 16.0, precision="fp32")
+    three = bench_terminal.ceiling_of(products, "highest")  # two float16 terms take three
+    assert (three.precision, limit_us(three, "highest"), limit_us(three, "high")) == ("fp16", 15.0, 5.0)
     assert bench_terminal.ceiling_of([], None) is None
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.bench import on_cpu, on_gpu
 from ropegrad.bench.asked import Asked, settle
-from ropegrad.bench.facts import OPS, PRODUCTS
+from ropegrad.bench.facts import OPS, PRODUCTS, limit_us
 from ropegrad.bench.ledger import Ledger, is_judged
 from ropegrad.bench.place import Place
 from ropegrad.bench.suite import time_case
@@ -157,13 +157,14 @@ def show_case(console: Console, label: str, found: Sequence[Record]) -> None:
         limits = [record for record in found if record.protocol == protocol and record.op not in OPS]
         here = [record for record in judged if (record.protocol, record.precision) == (protocol, promise)]
         ceiling, ours = ceiling_of(limits, promise), best(here)
+        least = limit_us(ceiling, promise) if ceiling else None
         beside = f", {promise}" if promise else ""
-        if ceiling is not None and ceiling.median_us:
-            beside += f": {ceiling.median_us / 1e3:.4g} ms, the ceiling ({ceiling.op})"
+        if ceiling is not None and least:
+            beside += f": {least / 1e3:.4g} ms, the ceiling ({ceiling.op})"
         console.print(f"\n{label}, {protocol}{beside}", style="bold", highlight=False, markup=False)
         table = columns("", "ms", "/ ceiling", "/ ours", "bits", "error/bound")
         for record in here:
-            table.add_row(escape(_name(record)), *_figures(record, ceiling, ours))
+            table.add_row(escape(_name(record)), *_figures(record, least, ours.median_us if ours else None))
         console.print(table)
     for record in found:
         reason = record.invalid or (record.note if record.median_us is None else None)
@@ -180,7 +181,7 @@ def ceiling_of(found: Sequence[Record], promise: str | None) -> Record | None:
     """The fastest of copy and stream; of products those that keep the promise."""
     kept = (None, *PRODUCTS.get(promise or "highest", ()))
     kinds = [record for record in found if record.precision in kept and record.median_us]
-    return min(kinds, key=lambda record: record.median_us or 0.0, default=None)
+    return min(kinds, key=lambda record: limit_us(record, promise), default=None)
 
 
 def best(found: Sequence[Record]) -> Record | None:
@@ -189,13 +190,12 @@ def best(found: Sequence[Record]) -> Record | None:
     return min(timed, key=lambda record: record.median_us or 0.0, default=None)
 
 
-def _figures(record: Record, ceiling: Record | None, ours: Record | None) -> list[str]:
+def _figures(record: Record, ceiling: float | None, ours: float | None) -> list[str]:
     worst = max((ratio for ratio in record.error_over_bound.values() if ratio is not None), default=None)
     bits = min((bits for bits in record.effective_bits.values() if bits is not None), default=None)
     accuracy = ["-" if bits is None else f"{bits:.1f}", "-" if worst is None else f"{worst:.3g}"]
     if record.median_us is None:
         return ["INVALID" if record.invalid else "no time", "-", "-", *accuracy]
-    ratios = [f"{record.median_us / other.median_us:.2f}" if other and other.median_us else "-"
-              for other in (ceiling, ours)]  # fmt: skip
+    ratios = [f"{record.median_us / other:.2f}" if other else "-" for other in (ceiling, ours)]
     text = f"{record.median_us / 1e3:.4g} ±{(record.spread_us or 0.0) / 1e3:.2g}"
     return [text + (" INVALID" if record.invalid else ""), *ratios, *accuracy]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ropegrad.bench.datasheet import Datasheet, find
-from ropegrad.bench.facts import OPS, OWN, PRODUCTS, dtype_of, identity, rope_spec, suite_of
+from ropegrad.bench.facts import OPS, OWN, PRODUCTS, dtype_of, identity, limit_us, rope_spec, suite_of
 from ropegrad.records import Record
 
 CEILINGS = ("copy", "stream", "products", "gemm")
@@ -74,7 +74,7 @@ class Point:
     @property
     def ceiling_us(self) -> float | None:
         """Of the measured ceiling."""
-        return self.ceiling.median_us if self.ceiling else None
+        return limit_us(self.ceiling, self.record.precision) or None if self.ceiling else None
 
     @property
     def of_datasheet(self) -> float | None:
@@ -207,4 +207,4 @@ def _ceiling(record: Record, group: Sequence[Record]) -> Record | None:
         promised = PRODUCTS.get(record.precision or "highest", ())
         return other.op == "products" and other.precision in (None, *promised)
 
-    return min((r for r in group if fits(r)), key=lambda r: r.median_us or 0.0, default=None)
+    return min((r for r in group if fits(r)), key=lambda r: limit_us(r, record.precision), default=None)

@@ -59,8 +59,8 @@ def describe(setting: Setting) -> About | None:
         )
     notes.append(
         "Measured ceiling: the faster of a copy and a tuned stream kernel at the case's own bytes (rope); "
-        "the bare matrix products that keep the same promise (qkv: IEEE float32 for highest, else the faster "
-        "of TF32 and fp16)."
+        "the bare matrix products that keep the same promise (qkv: the faster of IEEE float32 and three "
+        "times fp16 for highest, else of TF32 and fp16)."
     )
     if [suite for suite in setting.suites if suite.startswith("rope-qk")]:
         notes.append(WITHOUT_TABLES)
