@@ -128,12 +128,12 @@ def _show_edges(console: Console, ops: list[str], rows: dict[str, tuple[list[Row
         table.add_column(heading, justify="left" if heading in ("op", "backend") else "right")
     for op in ops:
         edges = rows[op][0]
-        for backend in edges[0].verdicts:
-            verdicts = [row.verdicts[backend] for row in edges]
+        for backend in dict.fromkeys(backend for row in edges for backend in row.verdicts):
+            verdicts = [row.verdicts[backend] for row in edges if backend in row.verdicts]
             right = sum(verdict.passed for verdict in verdicts)
             worst = max(max(verdict.worst.values(), default=0.0) for verdict in verdicts)
-            style = "green" if right == len(edges) else "bold red"
-            table.add_row(op, backend, str(len(edges)), str(right), f"{worst:.3f}", style=style)
+            style = "green" if right == len(verdicts) else "bold red"
+            table.add_row(op, backend, str(len(verdicts)), str(right), f"{worst:.3f}", style=style)
     console.print(table)
 
 

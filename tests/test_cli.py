@@ -9,8 +9,10 @@ import pytest
 
 from ropegrad import cli
 from ropegrad.backends.portable import Portable
+from ropegrad.spec import QkvSpec
 from ropegrad.suites import SUITES
 from ropegrad.verify import conformance
+from ropegrad.verify.cases import qkv_edge_cases
 
 
 def run(*arguments, monkeypatch):
@@ -91,6 +93,18 @@ def test_what_cannot_be_told_is_no_verdict(command):
     """Status 1 says wrong, so a full disk or a reader that goes must not give it."""
     line = f"set -o pipefail; {sys.executable} -m ropegrad verify --quick --suite qkv {command}"
     assert subprocess.run(["bash", "-c", line], capture_output=True, check=False).returncode == 2
+
+
+def test_a_case_that_a_backend_cannot_run_is_not_its_fault(monkeypatch, capsys):
+    def why_not(self, spec):
+        geometry = spec.rope if isinstance(spec, QkvSpec) else spec
+        return "it sums in float32, this is float64" if geometry.compute == "float64" else None
+
+    monkeypatch.setattr(Portable, "why_not", why_not)
+    assert run("verify", "--quick", "--suite", "qkv", "--backend", "portable", monkeypatch=monkeypatch) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("qkv  portable"))
+    cases, right = map(int, row.split()[2:4])
+    assert right == cases == len(qkv_edge_cases()) - 1
 
 
 def test_a_backend_that_raises_is_a_finding(monkeypatch, capsys):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ropegrad.backends import BACKENDS
+from ropegrad.backends import BACKENDS, find
 from ropegrad.backends.base import Backend
 from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.cost import qkv_cost, rope_cost
@@ -109,7 +109,8 @@ def seed(name: str, draw: str) -> int:
 
 
 def _add(row: Row, case: Case, backends: list[str], *, measure_bits: bool, into: bool = False) -> None:
-    namespaces = {name: NAMESPACES.get(name, "numpy") for name in backends}
+    able = [name for name in backends if cannot_run(find(name), case.spec) is None]
+    namespaces = {name: NAMESPACES.get(name, "numpy") for name in able}
     functions = {
         name: partial(run_backend, backend=name, namespace=namespace, into=into)
         for name, namespace in namespaces.items()
