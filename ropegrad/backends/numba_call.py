@@ -89,9 +89,8 @@ def plan_rotation(
 
 
 def _large(spec: RopeSpec) -> bool:
-    """Too large for the cache; where rows are converted or woven, that takes longer than writing them."""
-    as_is = spec.dtype == spec.compute and spec.pairing == "half"
-    return as_is and channels(spec) * numpy_dtype(spec.dtype).itemsize >= STREAM
+    """Too large for the cache."""
+    return channels(spec) * numpy_dtype(spec.dtype).itemsize >= STREAM
 
 
 def _schedule(

@@ -17,7 +17,7 @@ from numba import njit
 from ropegrad.backends import numba_memory, numba_numbers, numba_rows
 from ropegrad.backends.numba_memory import claim, copy, fence, prefetch, read, stream, write
 from ropegrad.backends.numba_numbers import load, store, store_sum
-from ropegrad.backends.numba_rows import add_and_rotate, as_is, do_row, halves, pass_through, size_of, whole
+from ropegrad.backends.numba_rows import alike, do_row, halves, pass_through, size_of, two_heads, whole
 
 BUFFER = 1 << 9  # bytes of results that wait to be streamed: few, for larger bursts hold up what is read
 AHEAD = 1 << 13  # bytes that are asked for before they are read, which takes about as long as memory does
@@ -187,7 +187,7 @@ def finish(begin, buffer, held):
 
 @njit
 def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
-    """All heads of q or k, of one batch's tokens start … stop; two heads at a time if nothing is converted.
+    """All heads of q or k, of one batch's tokens start … stop; two heads at a time where that is known.
 
     Rows to be streamed wait in two buffers until they make whole lines: the next row's memory often follows.
     What is read soon is asked for in four bursts, between other work: in one, they would wait for each other.
@@ -195,9 +195,7 @@ def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
     g, x, d, n = side.grad, side.x, side.result, 2 * p.pairs
     size, adds = n * size_of(d.kind), p.cos or p.sin
     streams = p.stream and side.wanted and d.channel == size_of(d.kind) and p.dim == n
-    heads = 1
-    if adds and side.wanted and not p.accumulate and as_is(p, g) and as_is(p, x) and as_is(p, d):
-        heads = 2
+    heads = 2 if adds and side.wanted and not p.accumulate and alike(p, side) else 1
     buffer2 = buffer + BUFFER + 4 * w
     begin, held, begin2, held2 = 0, 0, 0, 0
     at = ahead(p, side, heads, start, stop)
@@ -207,7 +205,7 @@ def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
             ask(p, side, b, at, 0, 0)
             row_tables, row_sums = tables + (s - start) * 4 * w, sums + (s - start) * 4 * w
             g1, x1, d1 = row(g, b, h, s), row(x, b, h, s), row(d, b, h, s)
-            g2, x2, d2 = row(g, b, h + 1, s), row(x, b, h + 1, s), row(d, b, h + 1, s)
+            g2, x2, d2 = g1 + g.head, x1 + x.head, d1 + d.head
             apart = d1 != g1 and d1 != x1
             to1, to2 = d1, d2
             if streams and apart:
@@ -220,14 +218,14 @@ def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
                     held2 += size
             ask(p, side, b, at, 0, 1)
             if two and apart:
-                add_and_rotate(row_sums, row_tables, g1, g2, x1, x2, to1, to2, w, p.pairs, zero)
+                two_heads(p, g.kind, row_sums, row_tables, g1, g2, x1, x2, to1, to2, w, zero)
                 if p.dim > n:
                     pass_through(p, side, g1, d1, spare, zero)
                     pass_through(p, side, g2, d2, spare, zero)
             else:
-                do_row(p, side, g1, x1, d1, to1, row_tables, row_sums, spare, w, zero)
-                if two:
-                    do_row(p, side, g2, x2, d2, to2, row_tables, row_sums, spare, w, zero)
+                for _ in range(2 if two else 1):
+                    do_row(p, side, g1, x1, d1, to1, row_tables, row_sums, spare, w, zero)
+                    g1, x1, d1, to1 = g2, x2, d2, to2
             if heads == 2:
                 ask(p, side, b, at, 1, 0)
             begin, held = drain(begin, buffer, held)

@@ -15,7 +15,7 @@ from numba.core.extending import intrinsic, overload
 from ropegrad.backends.numba_memory import read, write
 
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)  # what is stored at an address
-_F32, _F64, _BF16, _F16 = np.float32(0), np.float64(0), np.uint16(0), np.int16(0)  # as it is stored
+_F32, _F64, BF16, F16 = np.float32(0), np.float64(0), np.uint16(0), np.int16(0)  # as it is stored
 _U32 = np.uint32(0)
 _STEP, _HALF = np.float32(2.0**-24), np.float32(0.5)  # float16's smallest number; a float32 with steps of it
 
@@ -143,9 +143,9 @@ def load(kind, address, step, n, to, zero):
     elif kind == FLOAT64:
         _load(_F64, 8, address, step, n, to, zero)
     elif kind == BFLOAT16:
-        _load(_BF16, 2, address, step, n, to, zero)
+        _load(BF16, 2, address, step, n, to, zero)
     else:
-        _load(_F16, 2, address, step, n, to, zero)
+        _load(F16, 2, address, step, n, to, zero)
 
 
 @njit
@@ -166,9 +166,9 @@ def store(kind, source, address, step, n, zero):
     elif kind == FLOAT64:
         _store(_F64, 8, source, address, step, n, zero)
     elif kind == BFLOAT16:
-        _store(_BF16, 2, source, address, step, n, zero)
+        _store(BF16, 2, source, address, step, n, zero)
     else:
-        _store(_F16, 2, source, address, step, n, zero)
+        _store(F16, 2, source, address, step, n, zero)
 
 
 @njit

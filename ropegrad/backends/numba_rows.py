@@ -6,7 +6,18 @@ import numpy as np
 from numba import njit
 
 from ropegrad.backends.numba_memory import give, read, take, write
-from ropegrad.backends.numba_numbers import FLOAT32, FLOAT64, load, store, store_sum
+from ropegrad.backends.numba_numbers import (
+    BF16,
+    BFLOAT16,
+    F16,
+    FLOAT32,
+    FLOAT64,
+    load,
+    narrow,
+    store,
+    store_sum,
+    widen,
+)
 
 _U16, _U32, _U64 = np.uint16(0), np.uint32(0), np.uint64(0)
 
@@ -58,38 +69,50 @@ def rotate(g1, g2, tables, d1, d2, n, w, zero):
         give(d2, i, h * take(c2, i, zero, 6) - g * take(b, i, zero, 6), 5)
 
 
-@njit
-def add_and_rotate(sums, tables, g1, g2, x1, x2, d1, d2, w, n, zero):
-    """`add_products` and `rotate` of two heads, the first one's terms first: (g1, x1, d1), then (g2, x2, d2).
+@njit(forceinline=True)
+def alike(p, side):
+    """Whether gradient, x and result are stored in order and in one dtype that `two_heads` knows."""
+    g, x, d = side.grad, side.x, side.result
+    size = size_of(g.kind)
+    stored = g.kind == x.kind and g.kind == d.kind and (g.kind == p.compute or size == 2)
+    return stored and g.channel == size and x.channel == size and d.channel == size and not p.interleaved
 
-    Sums and tables are read once for both. Rows lie in the compute dtype, second members w bytes behind.
+
+@njit(forceinline=True)
+def two_heads(p, kind, sums, tables, g1, g2, x1, x2, d1, d2, w, zero):
+    """`add_products` and `rotate` for two heads' rows of this kind."""
+    if kind == p.compute:
+        _two_heads(zero, w, sums, tables, g1, g2, x1, x2, d1, d2, p.pairs, w, zero)
+    elif kind == BFLOAT16:
+        _two_heads(BF16, 2 * p.pairs, sums, tables, g1, g2, x1, x2, d1, d2, p.pairs, w, zero)
+    else:
+        _two_heads(F16, 2 * p.pairs, sums, tables, g1, g2, x1, x2, d1, d2, p.pairs, w, zero)
+
+
+@njit
+def _two_heads(stored, v, sums, tables, g1, g2, x1, x2, d1, d2, n, w, zero):
+    """First the terms of the head with g1, x1, d1, then those of the other: sums and tables are read once.
+
+    n elements take w bytes in the compute dtype, v as stored.
     """
     for i in range(n):
         c, d = take(tables, i, zero, 6), take(tables + w, i, zero, 6)
         a, b = take(tables + 2 * w, i, zero, 6), take(tables + 3 * w, i, zero, 6)
         cos1, cos2 = take(sums, i, zero, 0), take(sums + w, i, zero, 1)
         sin1, sin2 = take(sums + 2 * w, i, zero, 2), take(sums + 3 * w, i, zero, 3)
-        g, h, x, y = (
-            take(g1, i, zero, 6),
-            take(g1 + w, i, zero, 6),
-            take(x1, i, zero, 6),
-            take(x1 + w, i, zero, 6),
-        )
+        g, h = widen(take(g1, i, stored, 6), zero), widen(take(g1 + v, i, stored, 6), zero)
+        x, y = widen(take(x1, i, stored, 6), zero), widen(take(x1 + v, i, stored, 6), zero)
         cos1, cos2, sin1, sin2 = cos1 + g * x, cos2 + h * y, sin1 - g * y, sin2 + h * x
-        give(d1, i, g * c + h * a, 4)
-        give(d1 + w, i, h * d - g * b, 5)
-        g, h, x, y = (
-            take(g2, i, zero, 6),
-            take(g2 + w, i, zero, 6),
-            take(x2, i, zero, 6),
-            take(x2 + w, i, zero, 6),
-        )
+        give(d1, i, narrow(g * c + h * a, stored), 4)
+        give(d1 + v, i, narrow(h * d - g * b, stored), 5)
+        g, h = widen(take(g2, i, stored, 6), zero), widen(take(g2 + v, i, stored, 6), zero)
+        x, y = widen(take(x2, i, stored, 6), zero), widen(take(x2 + v, i, stored, 6), zero)
         give(sums, i, cos1 + g * x, 0)
         give(sums + w, i, cos2 + h * y, 1)
         give(sums + 2 * w, i, sin1 - g * y, 2)
         give(sums + 3 * w, i, sin2 + h * x, 3)
-        give(d2, i, g * c + h * a, 7)
-        give(d2 + w, i, h * d - g * b, 8)
+        give(d2, i, narrow(g * c + h * a, stored), 7)
+        give(d2 + v, i, narrow(h * d - g * b, stored), 8)
 
 
 @njit
