@@ -193,9 +193,9 @@ def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
     What is read soon is asked for in four bursts, between other work: in one, they would wait for each other.
     """
     g, x, d, n = side.grad, side.x, side.result, 2 * p.pairs
-    size, adds = n * size_of(d.kind), p.cos or p.sin
+    size = n * size_of(d.kind)
     streams = p.stream and side.wanted and d.channel == size_of(d.kind) and p.dim == n
-    heads = 2 if adds and side.wanted and not p.accumulate and alike(p, side) else 1
+    heads = 2 if side.wanted and not p.accumulate and alike(p, side) else 1
     buffer2 = buffer + BUFFER + 4 * w
     begin, held, begin2, held2 = 0, 0, 0, 0
     at = ahead(p, side, heads, start, stop)

@@ -71,30 +71,51 @@ def rotate(g1, g2, tables, d1, d2, n, w, zero):
 
 @njit(forceinline=True)
 def alike(p, side):
-    """Whether gradient, x and result are stored in order and in one dtype that `two_heads` knows."""
+    """Whether what is read and written is stored in order and in one dtype that `two_heads` knows."""
     g, x, d = side.grad, side.x, side.result
     size = size_of(g.kind)
-    stored = g.kind == x.kind and g.kind == d.kind and (g.kind == p.compute or size == 2)
-    return stored and g.channel == size and x.channel == size and d.channel == size and not p.interleaved
+    stored = g.kind == d.kind and (g.kind == p.compute or size == 2)
+    in_order = g.channel == size and d.channel == size and not p.interleaved
+    return stored and in_order and (not (p.cos or p.sin) or (x.kind == g.kind and x.channel == size))
 
 
 @njit(forceinline=True)
 def two_heads(p, kind, sums, tables, g1, g2, x1, x2, d1, d2, w, zero):
-    """`add_products` and `rotate` for two heads' rows of this kind."""
+    """`add_products` if a table's gradient is wanted, and `rotate`, for two heads' rows of this kind."""
     if kind == p.compute:
-        _two_heads(zero, w, sums, tables, g1, g2, x1, x2, d1, d2, p.pairs, w, zero)
+        _two_heads(p, zero, w, sums, tables, g1, g2, x1, x2, d1, d2, w, zero)
     elif kind == BFLOAT16:
-        _two_heads(BF16, 2 * p.pairs, sums, tables, g1, g2, x1, x2, d1, d2, p.pairs, w, zero)
+        _two_heads(p, BF16, 2 * p.pairs, sums, tables, g1, g2, x1, x2, d1, d2, w, zero)
     else:
-        _two_heads(F16, 2 * p.pairs, sums, tables, g1, g2, x1, x2, d1, d2, p.pairs, w, zero)
+        _two_heads(p, F16, 2 * p.pairs, sums, tables, g1, g2, x1, x2, d1, d2, w, zero)
+
+
+@njit(forceinline=True)
+def _two_heads(p, stored, v, sums, tables, g1, g2, x1, x2, d1, d2, w, zero):
+    """A row's first members take w bytes in the compute dtype, v as stored."""
+    if p.cos or p.sin:
+        _add_and_rotate(stored, v, sums, tables, g1, g2, x1, x2, d1, d2, p.pairs, w, zero)
+    else:
+        _rotate(stored, v, tables, g1, g2, d1, d2, p.pairs, w, zero)
 
 
 @njit
-def _two_heads(stored, v, sums, tables, g1, g2, x1, x2, d1, d2, n, w, zero):
-    """First the terms of the head with g1, x1, d1, then those of the other: sums and tables are read once.
+def _rotate(stored, v, tables, g1, g2, d1, d2, n, w, zero):
+    """The row of tables is read once for both heads."""
+    for i in range(n):
+        c, d = take(tables, i, zero, 6), take(tables + w, i, zero, 6)
+        a, b = take(tables + 2 * w, i, zero, 6), take(tables + 3 * w, i, zero, 6)
+        g, h = widen(take(g1, i, stored, 6), zero), widen(take(g1 + v, i, stored, 6), zero)
+        give(d1, i, narrow(g * c + h * a, stored), 4)
+        give(d1 + v, i, narrow(h * d - g * b, stored), 5)
+        g, h = widen(take(g2, i, stored, 6), zero), widen(take(g2 + v, i, stored, 6), zero)
+        give(d2, i, narrow(g * c + h * a, stored), 7)
+        give(d2 + v, i, narrow(h * d - g * b, stored), 8)
 
-    n elements take w bytes in the compute dtype, v as stored.
-    """
+
+@njit
+def _add_and_rotate(stored, v, sums, tables, g1, g2, x1, x2, d1, d2, n, w, zero):
+    """First the terms of the head with g1, x1, d1, then those of the other: sums and tables are read once."""
     for i in range(n):
         c, d = take(tables, i, zero, 6), take(tables + w, i, zero, 6)
         a, b = take(tables + 2 * w, i, zero, 6), take(tables + 3 * w, i, zero, 6)
