@@ -6,7 +6,7 @@ would end the process on concurrent calls (workqueue).
 
 from __future__ import annotations
 
-import threading
+import _thread
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from ropegrad.tiles import channels
 LINE = 64  # bytes of a cache line
 TILE = 1 << 18  # bytes of tables and sums that one tile keeps: a share of a core's second cache
 STREAM = 1 << 24  # bytes of results that would push everything else out of the cache and not stay there
-SHARES = 8  # pieces of work a thread, so that the faster one takes more
+SHARES = 16  # pieces of work a thread, so that the faster one takes more
 PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
 
 Operands = tuple[NumpyArray | None, NumpyArray | None, NumpyArray | None]  # gradient, x, result of one side
@@ -131,7 +131,7 @@ def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grad
     operands = [_side(loop, plan, *side) for side in (*sides, (None,) * 3)[:2]]
     operands += [_table(loop, plan, inputs.get(name)) for name in ("cos", "sin")]
     operands += [_table(loop, plan, grads.get(f"grad_{name}")) for name in ("cos", "sin")]
-    step = max(plan.jobs // (plan.workers * SHARES * 4), 1)
+    step = max(plan.jobs // (plan.workers * SHARES * 2), 1)
     rows = 4 * spec.rotary_dim * plan.tile + 8 * spec.rotary_dim + 2 * spec.head_dim
     size = rows * zero.itemsize + 2 * loop.BUFFER
     counter = np.zeros(1, np.int64)
@@ -145,25 +145,31 @@ def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grad
 
 
 def _together(work: Callable[[], None], workers: int) -> None:
-    """Do it on so many threads, this one among them; raise what was raised on another."""
+    """Do it on so many threads, this one among them; raise what was raised on another.
+
+    Of the low-level kind: a `threading.Thread` is waited for before it has begun.
+    """
     failures: list[BaseException] = []
 
-    def other() -> None:
+    def other(done: _thread.LockType) -> None:
         try:
             work()
         except BaseException as failure:
             failures.append(failure)
+        finally:
+            done.release()
 
-    started: list[threading.Thread] = []
+    running: list[_thread.LockType] = []
     try:
         for _ in range(workers - 1):
-            thread = threading.Thread(target=other)
-            thread.start()
-            started.append(thread)
+            done = _thread.allocate_lock()
+            done.acquire()
+            _thread.start_new_thread(other, (done,))
+            running.append(done)
         work()
     finally:
-        for thread in started:
-            thread.join()
+        for done in running:
+            done.acquire()
     for failure in failures:
         raise failure
 
