@@ -41,7 +41,9 @@ LAYERS = (
     ("__main__",),
 )
 PLACE = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-OF_NUMBA = ("ropegrad.backends.numba_kernel", "ropegrad.backends.numba_numbers")  # they cannot do without it
+OF_NUMBA = tuple(  # they cannot do without it
+    f"ropegrad.backends.numba_{name}" for name in ("kernel", "memory", "numbers", "rows")
+)
 HEAVY = (
     "torch",
     "jax",

@@ -91,8 +91,10 @@ def test_streamed_rows_are_all_written_and_nothing_beside_them(layout, start):
             assert np.isnan(buffer).sum() == 16
 
 
-def test_needs_and_out_change_no_bit():
-    arrays = list(make_case(BIG, 5).inputs.values())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_needs_and_out_change_no_bit(dtype):
+    """q's and k's are made two heads at a time, beside the tables' or alone, the tables' head by head."""
+    arrays = list(make_case(dataclasses.replace(BIG, dtype=dtype), 5).inputs.values())
     full = rg.rope_backward(*arrays, backend="numba_cpu")
     into = tuple(np.full_like(x, np.nan) for x in full)
     rg.rope_backward(*arrays, out=into, backend="numba_cpu")

@@ -6,8 +6,8 @@ would end the process on concurrent calls (workqueue).
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+import _thread
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ from ropegrad.backends.numpy_tile import NumpyArray
 from ropegrad.spec import RopeSpec
 from ropegrad.tiles import channels
 
-TILE = 1 << 17  # bytes of tables and sums that one tile keeps: a share of a core's second cache
+LINE = 64  # bytes of a cache line
+TILE = 1 << 18  # bytes of tables and sums that one tile keeps: a share of a core's second cache
 STREAM = 1 << 24  # bytes of results that would push everything else out of the cache and not stay there
-SHARES = 8  # pieces of work a thread, so that the faster one takes more
+SHARES = 16  # pieces of work a thread, so that the faster one takes more
 PARALLEL = 1 << 18  # channels below which starting threads costs more than it saves
 
 Operands = tuple[NumpyArray | None, NumpyArray | None, NumpyArray | None]  # gradient, x, result of one side
@@ -88,9 +89,8 @@ def plan_rotation(
 
 
 def _large(spec: RopeSpec) -> bool:
-    """Too large for the cache; where rows are converted or woven, that takes longer than writing them."""
-    as_is = spec.dtype == spec.compute and spec.pairing == "half"
-    return as_is and channels(spec) * numpy_dtype(spec.dtype).itemsize >= STREAM
+    """Too large for the cache."""
+    return channels(spec) * numpy_dtype(spec.dtype).itemsize >= STREAM
 
 
 def _schedule(
@@ -131,29 +131,47 @@ def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grad
     operands = [_side(loop, plan, *side) for side in (*sides, (None,) * 3)[:2]]
     operands += [_table(loop, plan, inputs.get(name)) for name in ("cos", "sin")]
     operands += [_table(loop, plan, grads.get(f"grad_{name}")) for name in ("cos", "sin")]
-    step = max(-(-plan.jobs // (plan.workers * SHARES if plan.workers > 1 else 1)), 1)
-    waiting = deque(range(0, plan.jobs, step))
-    rows = 4 * spec.rotary_dim * plan.tile + 5 * spec.rotary_dim + 2 * spec.head_dim
-    size = rows * zero.itemsize + loop.BUFFER
+    step = max(plan.jobs // (plan.workers * SHARES * 2), 1)
+    rows = 4 * spec.rotary_dim * plan.tile + 8 * spec.rotary_dim + 2 * spec.head_dim
+    size = rows * zero.itemsize + 2 * loop.BUFFER
+    counter = np.zeros(1, np.int64)
 
     def share() -> None:
-        scratch = np.empty(size, np.uint8)
-        address = scratch.ctypes.data
-        while True:
-            try:
-                first = waiting.popleft()
-            except IndexError:
-                return
-            loop.run(problem, *operands, first, min(first + step, plan.jobs), address, zero)
+        scratch = np.empty(size + LINE, np.uint8)
+        address = -(-scratch.ctypes.data // LINE) * LINE
+        loop.run(problem, *operands, counter.ctypes.data, plan.jobs, step, address, zero)
 
-    if plan.workers == 1:
-        share()
-        return
-    with ThreadPoolExecutor(plan.workers - 1) as pool:
-        others = [pool.submit(share) for _ in range(plan.workers - 1)]
-        share()
-    for other in others:
-        other.result()
+    _together(share, plan.workers)
+
+
+def _together(work: Callable[[], None], workers: int) -> None:
+    """Do it on so many threads, this one among them; raise what was raised on another.
+
+    Of the low-level kind: a `threading.Thread` is waited for before it has begun.
+    """
+    failures: list[BaseException] = []
+
+    def other(done: _thread.LockType) -> None:
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+        finally:
+            done.release()
+
+    running: list[_thread.LockType] = []
+    try:
+        for _ in range(workers - 1):
+            done = _thread.allocate_lock()
+            done.acquire()
+            _thread.start_new_thread(other, (done,))
+            running.append(done)
+        work()
+    finally:
+        for done in running:
+            done.acquire()
+    for failure in failures:
+        raise failure
 
 
 def _side(loop: Any, plan: Plan, *arrays: NumpyArray | None) -> Any:

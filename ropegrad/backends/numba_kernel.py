@@ -12,27 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import njit
 
-from ropegrad.backends import numba_numbers
-from ropegrad.backends.numba_numbers import (
-    FLOAT32,
-    FLOAT64,
-    copy,
-    fence,
-    give,
-    load,
-    read,
-    store,
-    store_sum,
-    stream,
-    take,
-    write,
-)
+from ropegrad.backends import numba_memory, numba_numbers, numba_rows
+from ropegrad.backends.numba_memory import claim, copy, fence, prefetch, read, stream, write
+from ropegrad.backends.numba_numbers import load, store, store_sum
+from ropegrad.backends.numba_rows import alike, do_row, halves, pass_through, size_of, two_heads, whole
 
-BUFFER = 1 << 12  # bytes of results that wait to be streamed
-_U16, _U32, _U64 = np.uint16(0), np.uint32(0), np.uint64(0)
+BUFFER = 1 << 9  # bytes of results that wait to be streamed: few, for larger bursts hold up what is read
+AHEAD = 1 << 13  # bytes that are asked for before they are read, which takes about as long as memory does
 
 
 class Rows(NamedTuple):
@@ -76,80 +64,6 @@ class Problem(NamedTuple):
     sin: int
     accumulate: int
     stream: int  # results are too large for the cache: write them past it
-
-
-# ---- rows --------------------------------------------------------------------------------------------------
-
-
-@njit
-def size_of(kind):
-    """Bytes of a stored number."""
-    return 8 if kind == FLOAT64 else 4 if kind == FLOAT32 else 2
-
-
-@njit
-def move(size, source, source_step, to, step, n):
-    """n elements bit for bit."""
-    for i in range(n):
-        a, b = source + i * source_step, to + i * step
-        if size == 2:
-            write(b, 0, read(a, 0, _U16))
-        elif size == 4:
-            write(b, 0, read(a, 0, _U32))
-        else:
-            write(b, 0, read(a, 0, _U64))
-
-
-@njit
-def add_products(sums, g1, g2, x1, x2, n, w, zero):
-    """One head's terms of grad_cos (first, second members) and grad_sin."""
-    cos1, cos2, sin1, sin2 = sums, sums + w, sums + 2 * w, sums + 3 * w
-    for i in range(n):
-        g, h, x, y = take(g1, i, zero, 6), take(g2, i, zero, 6), take(x1, i, zero, 6), take(x2, i, zero, 6)
-        give(cos1, i, take(cos1, i, zero, 0) + g * x, 0)
-        give(cos2, i, take(cos2, i, zero, 1) + h * y, 1)
-        give(sin1, i, take(sin1, i, zero, 2) - g * y, 2)
-        give(sin2, i, take(sin2, i, zero, 3) + h * x, 3)
-
-
-@njit
-def rotate(g1, g2, tables, d1, d2, n, w, zero):
-    """d1 = g1·c1 + g2·a, d2 = g2·c2 − g1·b, with the tables' row c1, c2, a, b."""
-    c1, c2, a, b = tables, tables + w, tables + 2 * w, tables + 3 * w
-    for i in range(n):
-        g, h = take(g1, i, zero, 6), take(g2, i, zero, 6)
-        give(d1, i, g * take(c1, i, zero, 6) + h * take(a, i, zero, 6), 4)
-        give(d2, i, h * take(c2, i, zero, 6) - g * take(b, i, zero, 6), 5)
-
-
-@njit
-def halves(p, kind, address, step, to, w, spare, zero):
-    """The first members of a row's pairs to `to`, the second ones w bytes behind, in the compute dtype.
-
-    w is the bytes of n elements, or minus that.
-    """
-    n = p.pairs
-    if not p.interleaved:
-        load(kind, address, step, n, to, zero)
-        load(kind, address + n * step, step, n, to + w, zero)
-        return
-    if kind != p.compute or step != p.item:
-        load(kind, address, step, 2 * n, spare, zero)
-        address = spare
-    for i in range(n):
-        write(to, i, read(address, 2 * i, zero))
-        write(to + w, i, read(address, 2 * i + 1, zero))
-
-
-@njit
-def whole(interleaved, source, n, w, to, zero):
-    """The inverse of `halves` within the compute dtype: the address of 2n channels in order."""
-    if not interleaved:
-        return source
-    for i in range(n):
-        write(to, 2 * i, read(source, i, zero))
-        write(to, 2 * i + 1, read(source + w, i, zero))
-    return to
 
 
 # ---- tiles -------------------------------------------------------------------------------------------------
@@ -196,117 +110,169 @@ def write_sums(p, rows, b, start, stop, sums, w, spare, zero):
             store(rows.kind, source, to, rows.channel, n, zero)
 
 
-@njit(inline="always")
-def do_row(p, side, g, x, d, to, tables, sums, spare, w, zero):
-    """One row of one head, given its addresses: terms of the tables' gradients, then its own gradient.
+# ---- what is read soon, and what waits to be written -------------------------------------------------------
 
-    The rotated channels go to `to`: d, or a buffer where they stand side by side.
+
+@njit(forceinline=True)
+def row(rows, b, h, s):
+    """The address of a row."""
+    return rows.address + b * rows.batch + h * rows.head + s * rows.token
+
+
+@njit(forceinline=True)
+def ask(p, side, b, at, second, of_x):
+    """Ask for the gradient's or x's row at this place, or for the same of the second head.
+
+    Rows whose elements do not stand side by side are left to the hardware.
     """
-    n, r = p.pairs, side.result
-    in_place = side.grad.kind == p.compute and side.grad.channel == p.item and not p.interleaved
-    g1, g2 = g, g + w
-    if not in_place or g == d:
-        g1, g2 = spare, spare + w
-        halves(p, side.grad.kind, g, side.grad.channel, spare, w, spare + 6 * w, zero)
+    rows, h = side.x if of_x else side.grad, at[0] + second
+    size = size_of(rows.kind)
+    if rows.channel == size and h < side.heads and (p.cos or p.sin or not of_x):
+        prefetch(row(rows, b, h, at[1]), 2 * p.pairs * size)
+
+
+@njit(forceinline=True)
+def after(p, side, heads, at):
+    """The place after this one: h, s, and the tokens of the tile; after its last the next tile's first."""
+    h, s, start, stop = at
+    s += 1
+    if s == stop:
+        h, s = h + heads, start
+    if h >= side.heads:
+        if stop < p.seq:
+            start, stop = stop, min(stop + p.tile, p.seq)
+        h, s = 0, start
+    return h, s, start, stop
+
+
+@njit
+def ahead(p, side, heads, start, stop):
+    """The place whose rows are asked for when those of the tile's first are read."""
+    tokens, size = stop - start, size_of(side.grad.kind)
     if p.cos or p.sin:
-        x1, x2 = x, x + w
-        if side.x.channel != p.item or side.x.kind != p.compute or p.interleaved or x == d:
-            x1, x2 = spare + 2 * w, spare + 3 * w
-            halves(p, side.x.kind, x, side.x.channel, x1, w, spare + 6 * w, zero)
-        add_products(sums, g1, g2, x1, x2, n, w, zero)
-    if not side.wanted:
-        return
-    if r.kind == p.compute and r.channel == p.item and not p.interleaved and not p.accumulate:
-        rotate(g1, g2, tables, to, to + w, n, w, zero)
-    else:
-        rotate(g1, g2, tables, spare + 4 * w, spare + 5 * w, n, w, zero)
-        source = whole(p.interleaved, spare + 4 * w, n, w, spare + 6 * w, zero)
-        if p.accumulate:
-            store_sum(r.kind, source, to, r.channel, 2 * n, spare, zero)
-        else:
-            store(r.kind, source, to, r.channel, 2 * n, zero)
-    if p.dim > 2 * n:
-        pass_through(p, side, g + 2 * n * side.grad.channel, d + 2 * n * r.channel, spare, zero)
+        size += size_of(side.x.kind)
+    steps = max(AHEAD // max(2 * p.pairs * heads * size, 1), 1)
+    before = min(steps, -(-side.heads // heads) * tokens) - 1
+    return after(p, side, heads, (before // tokens * heads, start + before % tokens, start, stop))
+
+
+@njit(forceinline=True)
+def place(d, begin, buffer, held):
+    """Where in the buffer the row goes that belongs at d. If d is not its end, it is emptied first."""
+    if d != begin + held:
+        finish(begin, buffer, held)
+        begin, held = d, 0
+    return buffer + held, begin, held
+
+
+@njit(forceinline=True)
+def drain(begin, buffer, held):
+    """Write a full buffer past the cache; what makes no whole line moves to its front."""
+    if held < BUFFER:
+        return begin, held
+    done = stream(begin, buffer, held)
+    copy(buffer, buffer + done, held - done)
+    return begin + done, held - done
 
 
 @njit
-def pass_through(p, side, g, d, spare, zero):
-    """The channels past the rotary width: bit for bit, unless they are added or the dtype changes."""
-    n, step, r = p.dim - 2 * p.pairs, side.grad.channel, side.result
-    if r.kind == side.grad.kind and not p.accumulate:
-        move(size_of(r.kind), g, step, d, r.channel, n)
-        return
-    load(side.grad.kind, g, step, n, spare, zero)
-    if p.accumulate:
-        store_sum(r.kind, spare, d, r.channel, n, spare + n * p.item, zero)
-    else:
-        store(r.kind, spare, d, r.channel, n, zero)
-
-
-@njit
-def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
-    """All heads of q or k, of one batch's tokens start … stop.
-
-    Rows to be streamed wait in the buffer until they make whole lines: the next row's memory often follows.
-    """
-    g, x, d = side.grad, side.x, side.result
-    size = 2 * p.pairs * size_of(d.kind)
-    streams = p.stream and side.wanted and d.channel == size_of(d.kind) and p.dim == 2 * p.pairs
-    begin, held = 0, 0
-    for h in range(side.heads):
-        for s in range(start, stop):
-            offset = (s - start) * 4 * w
-            g_row = g.address + b * g.batch + h * g.head + s * g.token
-            x_row = x.address + b * x.batch + h * x.head + s * x.token
-            d_row = d.address + b * d.batch + h * d.head + s * d.token
-            to, waits = d_row, streams and d_row != g_row and d_row != x_row
-            if waits:
-                if d_row != begin + held:
-                    done = stream(begin, buffer, held)
-                    copy(begin + done, buffer + done, held - done)
-                    begin, held = d_row, 0
-                to = buffer + held
-            do_row(p, side, g_row, x_row, d_row, to, tables + offset, sums + offset, spare, w, zero)
-            if waits:
-                held += size
-                if held >= BUFFER:
-                    done = stream(begin, buffer, held)
-                    copy(buffer, buffer + done, held - done)
-                    begin, held = begin + done, held - done
+def finish(begin, buffer, held):
+    """Write all that the buffer holds."""
     done = stream(begin, buffer, held)
     copy(begin + done, buffer + done, held - done)
 
 
+# ---- jobs --------------------------------------------------------------------------------------------------
+
+
 @njit
-def do_jobs(p, q, k, cos, sin, grad_cos, grad_sin, first, last, scratch, zero):
-    """Jobs first … last: tokens of one batch or, where batches share table rows, of all."""
+def do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero):
+    """All heads of q or k, of one batch's tokens start … stop; two heads at a time where that is known.
+
+    Rows to be streamed wait in two buffers until they make whole lines: the next row's memory often follows.
+    What is read soon is asked for in four bursts, between other work: in one, they would wait for each other.
+    """
+    g, x, d, n = side.grad, side.x, side.result, 2 * p.pairs
+    size = n * size_of(d.kind)
+    streams = p.stream and side.wanted and d.channel == size_of(d.kind) and p.dim == n
+    heads = 2 if side.wanted and not p.accumulate and alike(p, side) else 1
+    buffer2 = buffer + BUFFER + 4 * w
+    begin, held, begin2, held2 = 0, 0, 0, 0
+    at = ahead(p, side, heads, start, stop)
+    for h in range(0, side.heads, heads):
+        two = heads == 2 and h + 1 < side.heads
+        for s in range(start, stop):
+            ask(p, side, b, at, 0, 0)
+            row_tables, row_sums = tables + (s - start) * 4 * w, sums + (s - start) * 4 * w
+            g1, x1, d1 = row(g, b, h, s), row(x, b, h, s), row(d, b, h, s)
+            g2, x2, d2 = g1 + g.head, x1 + x.head, d1 + d.head
+            apart = d1 != g1 and d1 != x1
+            to1, to2 = d1, d2
+            if streams and apart:
+                to1, begin, held = place(d1, begin, buffer, held)
+                held += size
+                if two and d2 == begin + held:
+                    to2, held = buffer + held, held + size
+                elif two:
+                    to2, begin2, held2 = place(d2, begin2, buffer2, held2)
+                    held2 += size
+            ask(p, side, b, at, 0, 1)
+            if two and apart:
+                two_heads(p, g.kind, row_sums, row_tables, g1, g2, x1, x2, to1, to2, w, zero)
+                if p.dim > n:
+                    pass_through(p, side, g1, d1, spare, zero)
+                    pass_through(p, side, g2, d2, spare, zero)
+            else:
+                for _ in range(2 if two else 1):
+                    do_row(p, side, g1, x1, d1, to1, row_tables, row_sums, spare, w, zero)
+                    g1, x1, d1, to1 = g2, x2, d2, to2
+            if heads == 2:
+                ask(p, side, b, at, 1, 0)
+            begin, held = drain(begin, buffer, held)
+            if heads == 2:
+                ask(p, side, b, at, 1, 1)
+            begin2, held2 = drain(begin2, buffer2, held2)
+            at = after(p, side, heads, at)
+    finish(begin, buffer, held)
+    finish(begin2, buffer2, held2)
+
+
+@njit
+def do_jobs(p, q, k, cos, sin, grad_cos, grad_sin, counter, jobs, step, scratch, zero):
+    """Jobs, `step` at a time, while there are any that nobody took.
+
+    A job is a tile's tokens, of one batch or, where batches share table rows, of all.
+    """
     n, w, tiles = p.pairs, p.pairs * p.item, -(-p.seq // p.tile)
     tables, sums, spare = scratch, scratch + 4 * w * p.tile, scratch + 8 * w * p.tile
     buffer = spare + 8 * w + 2 * p.dim * p.item
-    for job in range(first, last):
-        start = job % tiles * p.tile
-        stop = min(start + p.tile, p.seq)
-        own = job // tiles
-        if p.rotates:
-            fill_tables(p, cos, sin, own, start, stop, tables, w, spare, zero)
-        for i in range(4 * n * (stop - start)):
-            write(sums, i, zero)
-        for b in range(0 if p.shared else own, p.batch if p.shared else own + 1):
-            do_side(p, q, b, start, stop, tables, sums, spare, buffer, w, zero)
-            do_side(p, k, b, start, stop, tables, sums, spare, buffer, w, zero)
-        if p.cos:
-            write_sums(p, grad_cos, own, start, stop, sums, w, spare, zero)
-        if p.sin:
-            write_sums(p, grad_sin, own, start, stop, sums + 2 * w, w, spare, zero)
+    first = claim(counter, step)
+    while first < jobs:
+        for job in range(first, min(first + step, jobs)):
+            start = job % tiles * p.tile
+            stop = min(start + p.tile, p.seq)
+            own = job // tiles
+            if p.rotates:
+                fill_tables(p, cos, sin, own, start, stop, tables, w, spare, zero)
+            for i in range(4 * n * (stop - start)):
+                write(sums, i, zero)
+            for b in range(0 if p.shared else own, p.batch if p.shared else own + 1):
+                for side in (q, k):
+                    do_side(p, side, b, start, stop, tables, sums, spare, buffer, w, zero)
+            if p.cos:
+                write_sums(p, grad_cos, own, start, stop, sums, w, spare, zero)
+            if p.sin:
+                write_sums(p, grad_sin, own, start, stop, sums + 2 * w, w, spare, zero)
+        first = claim(counter, step)
     fence()
 
 
-def _with_sources(digest: int) -> Callable[..., None]:
+def _with_sources(digests: tuple[int, ...]) -> Callable[..., None]:
     """`do_jobs` for Numba's cache, which looks at this file and at what is closed over, but at no import."""
 
-    def run(p, q, k, cos, sin, grad_cos, grad_sin, first, last, scratch, zero):
-        digest  # noqa: B018
-        do_jobs(p, q, k, cos, sin, grad_cos, grad_sin, first, last, scratch, zero)
+    def run(p, q, k, cos, sin, grad_cos, grad_sin, counter, jobs, step, scratch, zero):
+        digests  # noqa: B018
+        do_jobs(p, q, k, cos, sin, grad_cos, grad_sin, counter, jobs, step, scratch, zero)
 
     return run
 
@@ -323,4 +289,5 @@ def _digest(path: str) -> int:
     return int.from_bytes(hashlib.sha256(Path(path).read_bytes()).digest()[:7], "big")
 
 
-run = _compiled(_with_sources(_digest(numba_numbers.__file__)))
+_SOURCES = (numba_memory, numba_numbers, numba_rows)
+run = _compiled(_with_sources(tuple(_digest(str(module.__file__)) for module in _SOURCES)))

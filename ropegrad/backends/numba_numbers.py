@@ -1,6 +1,6 @@
-"""Numbers in memory, for the compiled loop: read and written at any alignment, in any of the four dtypes.
+"""Numbers for the compiled loop: rows of any of the four dtypes, widened when read and rounded when written.
 
-Written in what Numba compiles. A stored dtype is known by its `zero`: bfloat16 travels as uint16, float16 as
+A stored dtype is known by its `zero`: bfloat16 travels as uint16, float16 as
 int16. Conversions are integer arithmetic, so that they need no instruction that a CPU may lack.
 """
 
@@ -9,123 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
 from numba.core.extending import intrinsic, overload
 
+from ropegrad.backends.numba_memory import read, write
+
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)  # what is stored at an address
-_F32, _F64, _BF16, _F16 = np.float32(0), np.float64(0), np.uint16(0), np.int16(0)  # as it is stored
-_U8, _U32 = np.uint8(0), np.uint32(0)
+_F32, _F64, BF16, F16 = np.float32(0), np.float64(0), np.uint16(0), np.int16(0)  # as it is stored
+_U32 = np.uint32(0)
 _STEP, _HALF = np.float32(2.0**-24), np.float32(0.5)  # float16's smallest number; a float32 with steps of it
 
 
-# ---- memory ------------------------------------------------------------------------------------------------
-
-
-def _pointer(context: Any, builder: Any, kind: Any, address: Any, index: Any) -> Any:
-    """Where element `index` of this Numba type from `address` is."""
-    return builder.gep(builder.inttoptr(address, context.get_value_type(kind).as_pointer()), [index])
-
-
-@intrinsic
-def read(context: Any, address: Any, index: Any, zero: Any) -> Any:
-    """Element `index`, of the zero's type, from `address`, whatever its alignment."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(context, builder, signature.args[2], *args[:2]), align=1)
-
-    return zero(types.int64, types.int64, zero), build
-
-
-@intrinsic
-def write(context: Any, address: Any, index: Any, value: Any) -> Any:
-    """Write a value as element `index` from `address`, whatever its alignment."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _pointer(context, builder, signature.args[2], *args[:2]), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, value), build
-
-
-@intrinsic(prefer_literal=True)
-def take(context: Any, address: Any, index: Any, zero: Any, place: Any) -> Any:
-    """As `read`, from a place that only `give` with the same number writes to."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        found = builder.load(_pointer(context, builder, signature.args[2], *args[:2]), align=1)
-        return _apart(builder, found, place.literal_value)
-
-    return zero(types.int64, types.int64, zero, place), build
-
-
-@intrinsic(prefer_literal=True)
-def give(context: Any, address: Any, index: Any, value: Any, place: Any) -> Any:
-    """As `write`, to a place that no `take` with another number reads from."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        stored = builder.store(args[2], _pointer(context, builder, signature.args[2], *args[:2]), align=1)
-        _apart(builder, stored, place.literal_value)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, value, place), build
-
-
-def _apart(builder: Any, instruction: Any, place: int) -> Any:
-    """Tell LLVM that different places never meet: it would compare eight pairs of addresses, and no more."""
-    module = builder.module
-    domain = module.add_metadata(["ropegrad"])
-    scopes = [module.add_metadata([f"ropegrad {i}", domain]) for i in range(7)]
-    others = [scope for i, scope in enumerate(scopes) if i != place]
-    instruction.set_metadata("alias.scope", module.add_metadata([scopes[place]]))
-    instruction.set_metadata("noalias", module.add_metadata(others))
-    return instruction
-
-
-@intrinsic
-def _stream(context: Any, to: Any, source: Any) -> Any:
-    """Copy 16 bytes past the cache; `to` is a multiple of 16."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.IntType(32), 4).as_pointer()
-        to, source = (builder.inttoptr(address, kind) for address in args)
-        stored = builder.store(builder.load(source, align=1), to, align=16)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), build
-
-
-@intrinsic
-def fence(context: Any) -> Any:
-    """What was written before is seen by every thread before what is written after, streams included."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), build
-
-
-@njit
-def copy(to, source, size):
-    """Copy `size` bytes."""
-    for i in range(size):
-        write(to, i, read(source, i, _U8))
-
-
-@njit
-def stream(to, source, size):
-    """Copy past the cache all but a part of a last line; the number of bytes that are done.
-
-    Whole lines need not be read from memory before they are written.
-    """
-    head = min(-to & 63, size)
-    copy(to, source, head)
-    stop = head + (size - head) // 64 * 64
-    for i in range(head, stop, 16):
-        _stream(to + i, source + i)
-    return stop
+# ---- bits and roundings ------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -248,9 +143,9 @@ def load(kind, address, step, n, to, zero):
     elif kind == FLOAT64:
         _load(_F64, 8, address, step, n, to, zero)
     elif kind == BFLOAT16:
-        _load(_BF16, 2, address, step, n, to, zero)
+        _load(BF16, 2, address, step, n, to, zero)
     else:
-        _load(_F16, 2, address, step, n, to, zero)
+        _load(F16, 2, address, step, n, to, zero)
 
 
 @njit
@@ -271,9 +166,9 @@ def store(kind, source, address, step, n, zero):
     elif kind == FLOAT64:
         _store(_F64, 8, source, address, step, n, zero)
     elif kind == BFLOAT16:
-        _store(_BF16, 2, source, address, step, n, zero)
+        _store(BF16, 2, source, address, step, n, zero)
     else:
-        _store(_F16, 2, source, address, step, n, zero)
+        _store(F16, 2, source, address, step, n, zero)
 
 
 @njit

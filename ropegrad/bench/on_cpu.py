@@ -1,7 +1,8 @@
 """The CPU: ropegrad's backends for NumPy, beside a copy of the same bytes and what else is installed.
 
 A sample is one call, by the wall clock, after a call that is not counted; who begins rotates from round to
-round. The copy moves as many bytes as the case must (half of them read, half written) on as many threads.
+round. The copy moves as many bytes as the case must (half of them read, half written) on as many threads,
+started as ours are. It is NumPy's copyto, the C library's memcpy, into memory that an uncounted call touched.
 """
 
 from __future__ import annotations
