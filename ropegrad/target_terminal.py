@@ -67,7 +67,7 @@ class Reports:
         if self.repro is None or not seen.broken:
             return
         smallest = min(seen.broken, key=lambda one: size(one.recipe))
-        cases = [smallest.recipe.case(), smallest.recipe.case(other=1)]
+        cases = [smallest.recipe.case(draw) for draw in dict.fromkeys(smallest.recipe.draws)]
         try:
             text = script(target, contract, cases, smallest.faults[0], 10 * limits.timeout, seen.allowance)
         except SpecError as error:

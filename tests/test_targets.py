@@ -160,6 +160,32 @@ def test_whatever_a_target_does_becomes_a_verdict(name, rule, words):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize("memory", ["1e-9", "0.001", "0.01"])
+def test_a_limit_on_memory_that_no_target_can_keep_is_no_verdict(memory, monkeypatch, capsys):
+    status, printed = verify("rope_backward", "--memory", memory, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2, printed
+    assert "could not be judged: the limit of" in printed
+    assert "MiB (--memory) is too small for a problem whose arrays take" in printed
+    assert "within 5" in printed
+
+
+def test_whoever_eats_memory_is_told_the_limit(monkeypatch, capsys):
+    """Under a tight limit, too: with enough for its arrays it fails as well."""
+    for memory in ("0.4", "1"):
+        options = ("--memory", memory, "--max-tokens", "1")
+        status, printed = verify("eats_memory", *options, monkeypatch=monkeypatch, capsys=capsys)
+        assert status == 1
+        assert "NO raised in" in printed
+        assert f"the limit is {float(memory) * 1024:.4g} MiB beyond its imports (--memory)" in printed
+
+
+def test_what_is_held_here_is_not_counted_as_the_target_s(monkeypatch, capsys):
+    """Each result is a view of 32 MiB, and many calls' results are held at a time."""
+    options = ("--memory", "0.2", "--max-tokens", "5")
+    status, printed = verify("small_part_of_much", *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
+
+
 def test_the_process_is_started_again_after_a_crash():
     with Process(f"{FILE}:segfaults", CONTRACT) as process:
         for _ in range(2):
@@ -313,6 +339,7 @@ def test_ctrl_c_in_the_middle_of_a_verdict(tmp_path):
         ("negative_strides_wrong", (), "2 of 2 elements wrong"),
         ("writes_too_far", ("--dps",), "memory beside grad_sin was written"),
         ("stale", (), "call 2: grad_q"),
+        ("stale_by_object", (), "call 2: grad_q"),
     ],
 )
 def test_a_script_shows_the_fault_again(name, options, words, monkeypatch, capsys, tmp_path):
@@ -333,6 +360,16 @@ def test_a_script_shows_the_fault_again(name, options, words, monkeypatch, capsy
     again = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stdout
     assert again.stdout == "right\n"
+
+
+def test_a_script_shows_buffers_in_turn(monkeypatch, capsys, tmp_path):
+    script = tmp_path / "repro.py"
+    status, printed = verify("buffers", "--repro", str(script), monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1
+    assert "NO overwritten by a later call in" in printed
+    again = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "call 5: grad_q of an earlier call was changed" in again.stdout
 
 
 def test_a_script_needs_no_ropegrad():

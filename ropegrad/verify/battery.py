@@ -31,7 +31,7 @@ def battery(contract: Contract, domain: Domain) -> list[Recipe]:
     telling = [recipe for recipe in ordered if _tells(recipe)]
     for first in sorted(telling, key=lambda one: one.rope.batch < 2 or size(one) < ENOUGH)[:1]:
         ordered.remove(first)
-        ordered.insert(0, first)
+        ordered.insert(0, replace(first, often=True))
     return ordered
 
 

@@ -1,21 +1,22 @@
-"""One problem put to a target: called three times, other data in between, and everything judged."""
+"""One problem put to a target: called several times, other data in between, and everything judged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.again import right_again, same_results
+from ropegrad.verify.again import Outputs, right_again, same_results
 from ropegrad.verify.arena import Plan, fill, plan, trespasses, view
-from ropegrad.verify.calling import FORWARD_VALUES, OVERWRITTEN, Answer
+from ropegrad.verify.calling import FORWARD_VALUES, Answer
 from ropegrad.verify.case import Case, NumpyArray, token_slices
 from ropegrad.verify.check import SLICE
 from ropegrad.verify.forward import forward_shapes, forward_standard
+from ropegrad.verify.kept import OVERWRITTEN
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.recipe import Recipe, contiguous
 from ropegrad.verify.ruling import (
@@ -64,28 +65,28 @@ class Trial:
 
 def attempt(runner: Runner, recipe: Recipe, *, stop: bool = False) -> Trial:
     """Put a problem to a target; with `stop` only until the first fault."""
+    draws = recipe.draws
     trial = Trial(recipe)
-    first, second = recipe.case(), recipe.case(other=1)
-    earlier: dict[str, NumpyArray | None] = {}
-    results: list[Answer] = []
-    layouts = [arrangement(runner.contract, case) for case in (first, second)]
-    for case, layout, poison in (
-        (first, layouts[0], "number"), (second, layouts[1], "nan"), (first, layouts[0], "number"),
-    ):  # fmt: skip
-        answer = perform(runner, case, poison, trial, layout)
+    cases = {draw: recipe.case(draw) for draw in draws}
+    layouts = {draw: arrangement(runner.contract, case) for draw, case in cases.items()}
+    earlier: Outputs = {}
+    first: Outputs = {}
+    for turn, draw in enumerate(draws):
+        case, poison, last = cases[draw], ("number", "nan")[turn % 2], turn == len(draws) - 1
+        answer = perform(runner, case, poison, trial, layouts[draw])
         if answer is None:
             return trial
-        if len(results) == 2 and same_results(answer.outputs, results[0].outputs):
+        if last and same_results(answer.outputs, first):
             trial.contract.add(REPEATABLE)
         else:
             _judge(runner, case, answer, earlier, poison, trial)
-            if len(results) == 2:
+            if last:
                 trial.contract.add(NOT_REPEATABLE)
-                trial.faults = right_again(trial.faults, trial.got, first, answer.outputs)
+                trial.faults = right_again(trial.faults, trial.got, cases[draws[0]], answer.outputs)
         if stop and trial.faults:
             return trial
         earlier = answer.outputs
-        results.append(answer)
+        first = first or answer.outputs
     return trial
 
 
@@ -110,7 +111,7 @@ def perform(
     memory = runner.arena(layout.nbytes)
     fill(memory, layout, case.inputs, poison)
     before = memory.copy()
-    answer = runner.call(layout, tuple(forms), list(case.inputs))
+    answer = runner.call(layout, tuple(forms), list(case.inputs), anew=trial.calls == 0)
     trial.calls += 1
     if answer.status == "declined" and trial.calls == 1:
         trial.status = "declined"
@@ -138,10 +139,7 @@ def _room(case: Case, name: str, shape: tuple[int, ...], dtype: str) -> NumpyArr
     return np.empty(shape, kind)
 
 
-def _judge(
-    runner: Runner, case: Case, answer: Answer, earlier: dict[str, NumpyArray | None], poison: str,
-    trial: Trial,
-) -> None:  # fmt: skip
+def _judge(runner: Runner, case: Case, answer: Answer, earlier: Outputs, poison: str, trial: Trial) -> None:
     sound = {}
     for name, form in output_forms(case, runner.contract).items():
         if name not in answer.outputs:
@@ -161,12 +159,10 @@ def _judge(
                     _judge_values(runner, rule, name, mine[name], before.get(name), poison, trial)
 
 
-Outputs = dict[str, NumpyArray]
+Arrays = dict[str, NumpyArray]
 
 
-def _parts(
-    case: Case, sound: Outputs, earlier: Mapping[str, NumpyArray | None]
-) -> Iterator[tuple[Case, Outputs, Outputs]]:
+def _parts(case: Case, sound: Arrays, earlier: Outputs) -> Iterator[tuple[Case, Arrays, Arrays]]:
     """A case with its outputs and those of the call before; a large one of RoPE in runs of tokens."""
     spec = case.spec
     before = {n: x for n, x in earlier.items() if x is not None and n in sound and x.shape == sound[n].shape}
