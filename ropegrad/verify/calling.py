@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import time
 import traceback
 import warnings
@@ -66,6 +67,7 @@ class Caller:
     ) -> None:  # fmt: skip
         self.function, self.contract, self.limit = function, contract, limit
         self.given = Given(contract)
+        self.upstream = UPSTREAM[contract.op]
 
     def __call__(
         self, memory: Bytes, layout: Plan, names: tuple[str, ...], order: list[str], *, anew: bool
@@ -88,7 +90,7 @@ class Caller:
         except NotImplementedError as error:
             return Answer("declined", str(error))
         except BaseException as error:
-            return Answer("raised", _where(error))
+            return Answer("raised", _where(error) + self._misfit(order, names))
         answer = Answer("returned", seconds=time.perf_counter() - start)
         self._look(found, inputs, outputs, answer, place)
         return answer
@@ -103,6 +105,19 @@ class Caller:
         if self.contract.dps:
             return dict(zip(names, outputs, strict=True))
         return named(result, names, self.contract.most)
+
+    def _misfit(self, order: list[str], names: tuple[str, ...]) -> str:
+        """What the function was called with, where it does not take so many arguments; else ''."""
+        given = order if self.contract.of == "backward" else [n for n in order if n not in self.upstream]
+        given = [*given, *names] if self.contract.dps else given
+        try:
+            inspect.signature(self.function).bind(*given)
+        except TypeError:
+            packed = "; weights are not packed in one" if "q_weight" in given else ""
+            return f"; it is called with {len(given)} arguments: {', '.join(given)}{packed}"
+        except ValueError:  # of a built-in function nothing is known
+            pass
+        return ""
 
     def _look(
         self, found: dict[str, Any] | str, inputs: dict[str, Array], given: list[Array], answer: Answer,
@@ -153,6 +168,8 @@ def named(result: Any, names: tuple[str, ...], most: int = 0) -> dict[str, Any] 
         given = ", ".join(map(str, result)) or "nothing"
         return f"the result is a mapping of {given}, not of {', '.join(names)}"
     if not isinstance(result, (tuple, list)):
+        if result is not None and not hasattr(result, "shape"):
+            return f"the result is a {type(result).__name__}, not a tuple of arrays: {', '.join(names)}"
         result = (result,)
     if all(x is None for x in result):
         return dict.fromkeys(names)

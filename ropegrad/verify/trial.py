@@ -32,6 +32,7 @@ from ropegrad.verify.ruling import (
 from ropegrad.verify.runner import Runner
 from ropegrad.verify.target import Contract
 
+IN_TURN = (True, False, False, True, True, False, False, True)  # a cause left out, and there, of no period
 REPEATABLE = "bitwise repeatable"
 NOT_REPEATABLE = "not bitwise repeatable"
 
@@ -42,12 +43,14 @@ class Trial:
 
     status    right, wrong, declined
     got       the outputs that a fault of value is about, with the case they belong to
+    given     the outputs that were not all zero
     contract  facts that are legal but worth knowing
     """
 
     recipe: Recipe
     status: str = "right"
     faults: list[Fault] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
     contract: set[str] = field(default_factory=set)
     worst: dict[str, float] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
@@ -196,6 +199,8 @@ def _judge_values(
     runner: Runner, rule: Standard, name: str, got: NumpyArray, earlier: NumpyArray | None, poison: str,
     trial: Trial,
 ) -> None:  # fmt: skip
+    if got.any():
+        trial.given.add(name)
     if name in trial.got:  # one fault of an output is enough
         return
     ratio = rule.worst(name, got)
@@ -234,8 +239,12 @@ def _allowance(rule: Standard, name: str, got: NumpyArray) -> tuple[str, ...]:
 def _blame_strides(runner: Runner, rule: Standard, name: str, fault: Fault) -> Fault:
     """The fault under another name if the same values in contiguous memory come out right."""
     strided = [n for n, x in rule.case.inputs.items() if x is not None and not _is_plain(x)]
-    if not strided or rule.case.first_token or not _right(runner, rule, name, contiguous(rule.case, strided)):
+    if not strided or rule.case.first_token:
         return fault
+    plain = contiguous(rule.case, strided)
+    for is_plain in IN_TURN:  # or a fault that comes and goes would be laid on the strides
+        if _right(runner, rule, name, plain if is_plain else rule.case) != is_plain:
+            return fault
     alone = [n for n in strided if _right(runner, rule, name, contiguous(rule.case, [n]))]
     words = ", ".join(_layout(n, rule.case.inputs[n]) for n in alone[:1] or strided)
     text = f"{fault.message}; right where that is contiguous: {words}"

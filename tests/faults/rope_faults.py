@@ -243,7 +243,7 @@ for title, (index, place, value, words) in PARTS.items():
     planted(WRONG, words)(name(title, part(index, place, value)))
 
 
-@planted(WRONG, "the first batch only")
+@planted(WRONG, "is wrong in one element only, in the first channel, in the first token")
 def one_element_one_percent_off(*arrays):
     results = rope_backward(*arrays)
     results[1][:1, :1, :1, :1] *= np.float32(1.01)
