@@ -142,6 +142,7 @@ def _qkv(name: str, hidden_size: int, *, values: str = "normal", tables: str = "
 
 
 _ONE: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1}
+_FEW: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 1}
 _SHORT: dict[str, Any] = {"seq": 5, "head_dim": 4}
 # Heads of q and of k as models have them, and a few that none has: a kernel may choose its blocks by them.
 HEADS = (
@@ -195,6 +196,8 @@ _QKV = [
     *[_qkv(f"GQA ratio {n}, few channels", 6, heads=2 * n, **_SHORT) for n in (16, 32)],
     *[_qkv(f"{n} heads, {m} of k", 6, heads=n, kv_heads=m, **_SHORT) for n, m in HEADS],
     _qkv("sparse probe, longer", 32, values="sparse", seq=33, head_dim=32),
+    *[_qkv(f"one product: the sharpest bound, {n} channels", n, values="lone", **_FEW, seq=m, head_dim=d)
+      for n, m, d in ((130, 65, 20), (257, 33, 32), (515, 17, 8))],
     _qkv("one token: sums of one product", 24, values="sparse", **_ONE, seq=1, head_dim=16),
     _qkv("small normal gradients of one token", 8, **_ONE, seq=1, head_dim=4, values="small"),
     _qkv("scaled tables", 8, tables="scaled"),
