@@ -224,8 +224,11 @@ def _judge_needs(given: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str,
 def _require(found: dict[str, Facts], wanted: str, *names: str) -> None:
     for name in names:
         if name not in found:
+            packed = name in ("k_weight", "v_weight") and "q_weight" in found
+            one = "; one weight for q, k and v is passed as qkv_weight=" if packed else ""
             raise SpecError(
-                f"{name} is None, but the gradient of {wanted} reads it: pass it or leave it out of needs"
+                f"{name} is None, but the gradient of {wanted} reads it: "
+                f"pass it or leave it out of needs{one}"
             )
 
 
@@ -385,7 +388,10 @@ def _hidden_size(found: dict[str, Facts], rope: RopeSpec) -> int | None:
         hidden = name == "hidden_states"
         _judge_rank(name, fact, 3 if hidden else 2, _hidden_axes(rope.layout) if hidden else "[rows, C]")
         if size is not None and fact.shape[-1] != size:
-            raise SpecError(f"{name} has shape {fact.shape}: its last axis must be the hidden size {size}")
+            turned = "; transpose it, weights are [rows, C]" if fact.shape[0] == size else ""
+            raise SpecError(
+                f"{name} has shape {fact.shape}: its last axis must be the hidden size {size}{turned}"
+            )
         size = fact.shape[-1]
         _judge_rows(name, fact.shape, rope)
     for name in (*QKV_BIASES, "qkv_bias"):
@@ -408,9 +414,11 @@ def _judge_rows(name: str, shape: tuple[int, ...], rope: RopeSpec) -> None:
     right = sum(count or 0 for count in heads) * rope.head_dim
     if None not in heads and shape[0] != right:
         told = str(heads[0]) if len(heads) == 1 else f"({' + '.join(map(str, heads))})"
-        raise SpecError(
-            f"{name} has {shape[0]} rows: it must have heads x head_dim = {told} x {rope.head_dim} = {right}"
-        )
+        every = ((rope.heads or 0) + 2 * (rope.kv_heads or 0)) * rope.head_dim
+        packed = name.endswith("weight") and shape[0] == every
+        one = "; those are q's, k's and v's rows: pass it as qkv_weight=" if packed else ""
+        right_rows = f"heads x head_dim = {told} x {rope.head_dim} = {right}"
+        raise SpecError(f"{name} has {shape[0]} rows: it must have {right_rows}{one}")
 
 
 def _forward_heads(found: dict[str, Facts], head_dim: int, kv_heads: int | None) -> tuple[int, int]:

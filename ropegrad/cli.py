@@ -334,7 +334,7 @@ def bench(
         A file of records: measure its cases again, on as many threads or on the GPU that is here, and show
         old, new and ratio. Exit status 0 if every time is within 3 % or 0.3 µs, else 1.
     """
-    from ropegrad import target_report
+    from ropegrad import records
     from ropegrad.bench.asked import Asked, judge_again, settle
     from ropegrad.bench.bench_terminal import bench as measure
     from ropegrad.bench.place import Choice
@@ -352,7 +352,7 @@ def bench(
             case=case, protocols=protocol, choice=choice,
             threads=threads, samples=samples, json=json, commit=commit,
         )  # fmt: skip
-        target_report.probe(json)
+        records.probe(json)
         if reproduce is None:
             return measure(screen, asked)
         judge_again(asked)

@@ -18,9 +18,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ropegrad.errors import SpecError
 from ropegrad.spec import judge_positive
 from ropegrad.target_terminal import Limits, Reports, refuse, show, show_heading
+from ropegrad.verify.battery import battery
 from ropegrad.verify.campaign import Jobs, diary, earlier_runs, note_run
 from ropegrad.verify.domain import Domain
-from ropegrad.verify.examine import Examination, broken_rules
+from ropegrad.verify.examine import Examination, broken_rules, explain
 from ropegrad.verify.fuzz import Search, Stop, database, search
 from ropegrad.verify.process import Process
 from ropegrad.verify.target import Contract, NoTarget
@@ -67,6 +68,7 @@ def fuzz(
     began = time.monotonic()
     try:
         reports.probe()
+        battery(contract, domain)  # or there is nothing to draw
         show_heading(console, target, contract, domain)
         with Process(target, contract, timeout=limits.timeout, memory=limits.nbytes) as process:
             seen = _look(console, process, domain, limits, effort)
@@ -114,7 +116,12 @@ def _look(console: Console, process: Process, domain: Domain, limits: Limits, ef
         jobs.stop()
     if jobs.failure is not None and found.failure is None:
         found.failures.append(attempt(process, jobs.failure))
-    return replace(as_examination(found, jobs), interrupted=stopped)
+    seen = replace(as_examination(found, jobs), interrupted=stopped)
+    if seen.trials and not stopped:
+        explain(process, seen, lambda what: None)
+    else:
+        seen.broken = broken_rules(seen)
+    return seen
 
 
 @contextlib.contextmanager
@@ -151,7 +158,6 @@ def as_examination(found: Search, jobs: Jobs) -> Examination:
     seen.declined = found.declined + jobs.total("declined")
     seen.problems = found.judged + jobs.total("judged") + seen.declined
     seen.all_calls = found.calls + jobs.total("calls")
-    seen.broken = broken_rules(seen)
     return seen
 
 

@@ -144,8 +144,30 @@ def read(path: Path) -> list[Record]:
             records.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
             form = "a file of records, as `ropegrad bench --json FILE` writes it, has one in each line"
+            if _is_verdict(data):
+                raise ValueError(
+                    f"{path} holds a verdict of `ropegrad verify` or `fuzz`, no times; {form}"
+                ) from error
             raise ValueError(f"{path}:{number}: {error}; {form}") from error
     return records
+
+
+def probe(*files: Path | None) -> None:
+    """OSError, in a sentence, before the work where a file could not be written after it; leaves nothing."""
+    for file in filter(None, files):
+        if files.count(file) > 1:
+            raise OSError(f"{file} cannot be written: two reports are to go there")
+        if not file.parent.is_dir():
+            raise OSError(f"{file} cannot be written: there is no folder {file.parent}")
+        if file.is_dir():
+            raise OSError(f"{file} cannot be written: it is a folder, name a file in it")
+        new = not file.exists()
+        try:
+            file.open("ab").close()
+        except OSError as error:
+            raise OSError(f"{file} cannot be written: {(error.strerror or str(error)).lower()}") from None
+        if new:
+            file.unlink()
 
 
 def is_other(path: Path) -> bool:
@@ -156,6 +178,14 @@ def is_other(path: Path) -> bool:
     except (OSError, msgspec.MsgspecError):
         return False
     return isinstance(found, dict) and not {"op", "case", "backend"} <= found.keys()
+
+
+def _is_verdict(data: bytes) -> bool:
+    try:
+        found = msgspec.json.decode(data)
+    except msgspec.MsgspecError:
+        return False
+    return isinstance(found, dict) and not {"verdict", "cases"}.isdisjoint(found)
 
 
 def _unreadable(path: Path, error: OSError) -> str:

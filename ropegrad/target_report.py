@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import msgspec
 
 from ropegrad.info import info
-from ropegrad.verify.examine import INTERRUPTED, Broken, Examination
+from ropegrad.verify.examine import INTERRUPTED, UNSTEADY, Broken, Examination
 from ropegrad.verify.observed import contract_lines
 from ropegrad.verify.ruling import RULES, Fault
 
@@ -21,19 +21,6 @@ VERDICTS = {
     2: "could not be judged",
     INTERRUPTED: "interrupted, no fault found so far",
 }
-
-
-def probe(*files: Path | None) -> None:
-    """OSError before the work where a file could not be written after it; leaves nothing behind."""
-    for file in files:
-        if file is None:
-            continue
-        if not file.parent.is_dir():
-            raise FileNotFoundError(f"{file} cannot be written: there is no folder {file.parent}")
-        new = not file.exists()
-        file.open("ab").close()
-        if new:
-            file.unlink()
 
 
 def write(target: str, seen: Examination, seconds: float, json_file: Path | None, junit: Path | None) -> None:
@@ -80,6 +67,7 @@ def _broken(one: Broken) -> dict[str, Any]:
         "smallest": recipe,
         "faults": [_fault(fault) for fault in one.faults],
         "excused_by": one.excuses,
+        "every_time": one.steady,
     }
 
 
@@ -107,6 +95,7 @@ def as_junit(target: str, seen: Examination, seconds: float) -> ElementTree.Elem
             one = broken[rule]
             text = "\n".join([str(one.recipe), *(_sentence(fault) for fault in one.faults)])
             failure = ElementTree.SubElement(case, "failure", message=one.faults[0].message, type=rule)
+            text += "" if one.steady else f"\n{UNSTEADY}"
             failure.text = text + (f"\nexcused by {' or '.join(one.excuses)}" if one.excuses else "")
         elif errors:
             kind = "interrupted" if seen.status == INTERRUPTED else "declined"
@@ -116,4 +105,4 @@ def as_junit(target: str, seen: Examination, seconds: float) -> ElementTree.Elem
 
 
 def _sentence(fault: Fault) -> str:
-    return fault.message + (f"; diagnosis: {'; or '.join(fault.names)}" if fault.names else "")
+    return fault.message + (f"; diagnosis: {'; '.join(fault.names)}" if fault.names else "")

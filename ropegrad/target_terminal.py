@@ -14,12 +14,12 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ropegrad import target_report
+from ropegrad import records, target_report
 from ropegrad.errors import SpecError
 from ropegrad.spec import judge_positive
 from ropegrad.verify.battery import battery, beyond, property_recipes, size, suite, table_shapes
 from ropegrad.verify.domain import Domain
-from ropegrad.verify.examine import INTERRUPTED, Broken, Examination, examine
+from ropegrad.verify.examine import INTERRUPTED, UNSTEADY, Broken, Examination, examine
 from ropegrad.verify.observed import contract_lines
 from ropegrad.verify.process import Process
 from ropegrad.verify.repro import script
@@ -56,7 +56,7 @@ class Reports:
 
     def probe(self) -> None:
         """OSError where one cannot be written."""
-        target_report.probe(self.json, self.junit, self.repro)
+        records.probe(self.json, self.junit, self.repro)
 
     def write(
         self, console: Console, target: str, contract: Contract, limits: Limits, seen: Examination,
@@ -67,7 +67,7 @@ class Reports:
         if self.repro is None or not seen.broken:
             return
         smallest = min(seen.broken, key=lambda one: size(one.recipe))
-        cases = [smallest.recipe.case(), smallest.recipe.case(other=1)]
+        cases = [smallest.recipe.case(draw) for draw in dict.fromkeys(smallest.recipe.draws)]
         try:
             text = script(target, contract, cases, smallest.faults[0], 10 * limits.timeout, seen.allowance)
         except SpecError as error:
@@ -95,8 +95,6 @@ def verify(
             if name != contract.op:
                 raise SpecError(f"--suite {name} is not of --op {contract.op}")
             recipes += suite(name, contract, domain)
-        if not recipes:
-            raise SpecError("no problem lies in this domain")
         strange, more = beyond(contract, domain), property_recipes(contract, domain)
         shapes = table_shapes(contract, domain)
         show_heading(console, target, contract, domain)
@@ -205,6 +203,8 @@ def details(one: Broken) -> Iterator[str]:
         if fault.names:
             alike.setdefault(fault.names, []).append(fault.array)
     for names, arrays in alike.items():
-        yield f"diagnosis: {', '.join(arrays)}: {'; or '.join(names)}"
+        yield f"diagnosis: {', '.join(arrays)}: {'; '.join(names)}"
+    if not one.steady:
+        yield UNSTEADY
     if one.excuses:
         yield f"no fault was seen inside the domain {' or '.join(one.excuses)}"

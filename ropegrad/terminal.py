@@ -15,8 +15,8 @@ from rich.table import Table
 from ropegrad.backends import find
 from ropegrad.errors import SpecError
 from ropegrad.info import info
+from ropegrad.records import probe
 from ropegrad.suites import SUITES
-from ropegrad.target_report import probe
 from ropegrad.verify.cases import EDGE_CASES
 from ropegrad.verify.check import Verdict
 from ropegrad.verify.conformance import DRAWS, Row, backends_of, cannot_run, edge_rows, suite_rows

@@ -382,6 +382,15 @@ def bad_packed():
         yield back, {name: None, "needs": ("qkv_weight",)}, f"{name} is None, but the gradient of qkv_weight"
     yield back, {"qkv_weight": weight[1:]}, r"qkv_weight has 47 rows.* = \(4 \+ 2 \+ 2\) x 6 = 48"
     yield back, {"qkv_weight": weight[:, 1:]}, r"qkv_weight has shape \(48, 4\).*hidden size 5"
+    one = {"qkv_weight": None, "q_weight": weight}
+    three = {"k_weight": numbers(KV * D, C), "v_weight": numbers(KV * D, C)}
+    yield back, one, "k_weight is None, .*; one weight for q, k and v is passed as qkv_weight="
+    yield (
+        back,
+        one | three,
+        "q_weight has 48 rows: .*; those are q's, k's and v's rows: pass it as qkv_weight=",
+    )
+    yield back, {"qkv_weight": weight.T}, r"qkv_weight has shape \(5, 48\).*; transpose it, weights are"
     yield back, {"qkv_weight": weight[0]}, r"qkv_weight has shape \(5,\): it must have 2 axes"
     yield back, {"qkv_weight": weight.astype(float)}, "qkv_weight has dtype float64, the others float32"
     yield back, {"qkv_weight": weight.tolist()}, "qkv_weight is a list, not an array: pass"

@@ -234,3 +234,17 @@ def test_a_thousand_records_are_less_than_two_megabytes():
     )  # fmt: skip
     assert sum(len(setting.records) for setting in found) == 4 * (16 * 7 + 16 * 8)
     assert len(page(found, [(setting, []) for setting in found], "a command").encode()) < 1e6
+
+
+@pytest.mark.parametrize(
+    "options", [(f"{Path(__file__).parent}/kernels.py:raises", "--max-tokens", "1"), ("--quick",)]
+)
+def test_a_verdict_is_told_from_records(options, monkeypatch, capsys, tmp_path):
+    verdict = tmp_path / "v.json"
+    monkeypatch.setattr(sys, "argv", ["ropegrad", "verify", *options, "--json", str(verdict)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    capsys.readouterr()
+    assert run(verdict, "-o", tmp_path / "out", monkeypatch=monkeypatch) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "v.json holds a verdict of `ropegrad verify` or `fuzz`, no times; a file of records" in said

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from test_cli import run
 
+from ropegrad.errors import SpecError
 from ropegrad.verify import Domain, assert_gradients, check, repro
 from ropegrad.verify.battery import suite
 from ropegrad.verify.campaign import Jobs
@@ -80,6 +81,25 @@ def test_a_search_of_nothing_is_refused(option, number, monkeypatch, capsys):
     assert "must be positive" in capsys.readouterr().out
 
 
+NONE = ("--gqa", "1000003", "--head-dim", "64")  # problems of its domain are too large, or empty
+
+
+def test_a_search_where_no_problem_lies_is_refused(monkeypatch, capsys):
+    assert run("fuzz", f"{FILE}:rope_backward", *NONE, monkeypatch=monkeypatch) == 2
+    assert "no problem lies in this domain" in capsys.readouterr().out
+    with pytest.raises(SpecError, match="no problem lies in this domain"):
+        assert_gradients(kernels.rope_backward, domain=Domain(gqa=(1000003,), head_dim=(64,)))
+
+
+@pytest.mark.parametrize("command", ["verify", "fuzz"])
+def test_a_domain_of_huge_heads_is_judged_on_what_fits(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    start = time.monotonic()
+    options = ("--gqa", "300007", "--max-tokens", "1", *(("--examples", "3") if command == "fuzz" else ()))
+    assert run(command, f"{FILE}:rope_backward", *options, monkeypatch=monkeypatch) == 0
+    assert time.monotonic() - start < 30
+
+
 @pytest.mark.parametrize(
     ("target", "options", "reason"),
     [
@@ -98,6 +118,8 @@ def test_a_search_of_nothing_is_refused(option, number, monkeypatch, capsys):
         (f"{FILE}:rope_backward", ("--gqa", "2,-1"), "gqa=-1 must be positive"),
         (f"{FILE}:rope_backward", ("--head-dim", ","), "--head-dim ',': write whole numbers, as 64,128"),
         (f"{FILE}:rope_backward", ("--needs", "value"), "needs='value' is unknown"),
+        (f"{FILE}:rope_backward", ("--needs", "q,k,q"), "needs names 'q' more than once"),
+        (f"{FILE}:rope_backward", NONE, "no problem lies in this domain: the smallest here has 64,000,"),
         (f"{FILE}:rope_backward", ("--timeout", "0"), "timeout=0.0 must be positive"),
         (f"{FILE}:rope_backward", ("--memory", "-1"), "memory=-1.0 must be positive"),
         (f"{FILE}:rope_backward", ("--quick",), "--quick and --backend are of ropegrad's own"),
@@ -158,6 +180,32 @@ def test_whatever_a_target_does_becomes_a_verdict(name, rule, words):
     assert [fault.rule for fault in trial.faults] == [rule]
     assert words in trial.faults[0].message
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("memory", ["1e-9", "0.001", "0.01"])
+def test_a_limit_on_memory_that_no_target_can_keep_is_no_verdict(memory, monkeypatch, capsys):
+    status, printed = verify("rope_backward", "--memory", memory, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 2, printed
+    assert "could not be judged: the limit of" in printed
+    assert "MiB (--memory) is too small for a problem whose arrays take" in printed
+    assert "within 5" in printed
+
+
+def test_whoever_eats_memory_is_told_the_limit(monkeypatch, capsys):
+    """Under a tight limit, too: with enough for its arrays it fails as well."""
+    for memory in ("0.4", "1"):
+        options = ("--memory", memory, "--max-tokens", "1")
+        status, printed = verify("eats_memory", *options, monkeypatch=monkeypatch, capsys=capsys)
+        assert status == 1
+        assert "NO raised in" in printed
+        assert f"the limit is {float(memory) * 1024:.4g} MiB beyond its imports (--memory)" in printed
+
+
+def test_what_is_held_here_is_not_counted_as_the_target_s(monkeypatch, capsys):
+    """Each result is a view of 32 MiB, and many calls' results are held at a time."""
+    options = ("--memory", "0.2", "--max-tokens", "5")
+    status, printed = verify("small_part_of_much", *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 0, printed
 
 
 def test_the_process_is_started_again_after_a_crash():
@@ -313,6 +361,7 @@ def test_ctrl_c_in_the_middle_of_a_verdict(tmp_path):
         ("negative_strides_wrong", (), "2 of 2 elements wrong"),
         ("writes_too_far", ("--dps",), "memory beside grad_sin was written"),
         ("stale", (), "call 2: grad_q"),
+        ("stale_by_object", (), "call 2: grad_q"),
     ],
 )
 def test_a_script_shows_the_fault_again(name, options, words, monkeypatch, capsys, tmp_path):
@@ -333,6 +382,16 @@ def test_a_script_shows_the_fault_again(name, options, words, monkeypatch, capsy
     again = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stdout
     assert again.stdout == "right\n"
+
+
+def test_a_script_shows_buffers_in_turn(monkeypatch, capsys, tmp_path):
+    script = tmp_path / "repro.py"
+    status, printed = verify("buffers", "--repro", str(script), monkeypatch=monkeypatch, capsys=capsys)
+    assert status == 1
+    assert "NO overwritten by a later call in" in printed
+    again = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "call 5: grad_q of an earlier call was changed" in again.stdout
 
 
 def test_a_script_needs_no_ropegrad():
@@ -357,6 +416,7 @@ def test_reports_for_machines(command, monkeypatch, tmp_path, capsys):
     assert set(fault["where"]) == {"batch", "head", "token", "channel"}
     assert fault["error_over_bound"] > 1
     assert fault["diagnosis"] == ["uses its own sine instead of its partner's"]
+    assert report["rules"]["wrong value"]["every_time"] is True
     assert report["rules"]["input mutated"] is None
     suite = ElementTree.parse("report.xml").getroot()
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == (str(len(RULES)), "1", "0")
@@ -364,7 +424,26 @@ def test_reports_for_machines(command, monkeypatch, tmp_path, capsys):
     assert Path("repro.py").exists()
     capsys.readouterr()
     assert run(command, f"{FILE}:own_sine", "--json", str(tmp_path), monkeypatch=monkeypatch) == 2
-    assert "Is a directory" in capsys.readouterr().out
+    assert f"{tmp_path} cannot be written: it is a folder" in "".join(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--junit", ""), ". cannot be written: it is a folder, name a file in it"),
+        (("--repro", "/"), "/ cannot be written: it is a folder, name a file in it"),
+        (("--json", "/proc/x"), "/proc/x cannot be written: no such file or directory"),
+        (("--json", "x", "--junit", "x"), "x cannot be written: two reports are to go there"),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "fuzz"])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    command, options, sentence, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert run(command, f"{FILE}:hangs", *options, monkeypatch=monkeypatch) == 2
+    assert " ".join(capsys.readouterr().out.split()) == f"could not be judged: {sentence}"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("option", ["--json", "--junit", "--repro"])

@@ -25,7 +25,7 @@ def show(console: Console, *, json_file: Path | None, commit: str | None) -> int
     try:
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.open("ab").close()
+            records.probe(json_file)
     except OSError as error:
         console.print(f"ropegrad limits: {error}", style="bold red", highlight=False)
         return 2

@@ -8,7 +8,7 @@ from typing import Any
 
 from ropegrad.verify.battery import battery, property_recipes
 from ropegrad.verify.domain import Domain
-from ropegrad.verify.examine import Examination, broken_rules, examine
+from ropegrad.verify.examine import UNSTEADY, Examination, examine, explain
 from ropegrad.verify.process import Process
 from ropegrad.verify.runner import Here, Runner
 from ropegrad.verify.target import Contract
@@ -55,7 +55,7 @@ def _search(runner: Runner, domain: Domain, examples: int) -> Examination:
 
     found = search(runner, domain, examples=examples, start=0)
     seen = Examination(found.contract, found.domain, trials=[*found.failures, *found.passed])
-    seen.broken = broken_rules(seen)
+    explain(runner, seen, _silent)
     return seen
 
 
@@ -67,7 +67,9 @@ def sentences(seen: Examination) -> str:
         for fault in broken.faults:
             lines.append(f"    {fault.message}")
             if fault.names:
-                lines.append(f"    diagnosis: {fault.array}: {'; or '.join(fault.names)}")
+                lines.append(f"    diagnosis: {fault.array}: {'; '.join(fault.names)}")
+        if not broken.steady:
+            lines.append(f"    {UNSTEADY}")
         if broken.excuses:
             lines.append(f"    no fault was seen inside the domain {' or '.join(broken.excuses)}")
     return "\n".join(lines)

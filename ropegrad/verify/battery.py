@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ropegrad.errors import SpecError
 from ropegrad.spec import QKV_WEIGHTS, ROPE_NEEDS, QkvSpec, RopeSpec
 from ropegrad.suites import SUITES
 from ropegrad.verify.cases import qkv_recipes, rope_recipes
@@ -19,19 +20,27 @@ _BASE = RopeSpec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8, 
 
 
 def battery(contract: Contract, domain: Domain) -> list[Recipe]:
-    """The problems inside the domain, by size, under the contract; the first is one that tells something."""
+    """The problems inside the domain, by size, under the contract; the first is one that tells something.
+
+    Raises SpecError where there is none but empty ones: of a domain of very large heads, say.
+    """
     recipes = rope_recipes() if contract.op == "rope" else qkv_recipes()
     recipes = [recipe for recipe in recipes if _is_plain(recipe)] + (_ROPE if contract.op == "rope" else _QKV)
     chosen: dict[Recipe, Recipe] = {}
+    least = math.inf
     for turn, recipe in enumerate(recipes):
         moved = fitted(recipe, contract, domain, turn)
-        if domain.outside(moved) is None:
+        least = least if is_empty(moved) else min(least, size(moved))
+        if is_inside(domain, moved):
             chosen.setdefault(replace(moved, name="", seed=0), moved)
+    if all(map(is_empty, chosen)):
+        most = f"the smallest here has {least:,.0f} elements, a problem may have {LARGEST:,}"
+        raise SpecError(f"no problem lies in this domain: {most}")
     ordered = sorted(chosen.values(), key=size)
     telling = [recipe for recipe in ordered if _tells(recipe)]
     for first in sorted(telling, key=lambda one: one.rope.batch < 2 or size(one) < ENOUGH)[:1]:
         ordered.remove(first)
-        ordered.insert(0, first)
+        ordered.insert(0, replace(first, often=True))
     return ordered
 
 
@@ -41,6 +50,12 @@ def _tells(recipe: Recipe) -> bool:
     return data == ("normal", "contiguous") and recipe.rope.rotary_dim > 0 and not is_empty(recipe)
 
 
+def is_inside(domain: Domain, recipe: Recipe) -> bool:
+    """Whether a problem lies in the domain, and is not made too large by it."""
+    return domain.outside(recipe) is None and size(recipe) <= LARGEST
+
+
+LARGEST = 1 << 22  # elements of a problem that is not of a suite
 ENOUGH = 256  # elements: several of all axes
 
 
@@ -71,7 +86,7 @@ def property_recipes(contract: Contract, domain: Domain) -> list[Recipe]:
     if domain.rotary == "any":
         recipes += [make("properties, partial width", values="coded", rotary_dim=4)]
     moved = [fitted(recipe, contract, domain) for recipe in recipes]
-    return [recipe for recipe in moved if domain.outside(recipe) is None]
+    return [recipe for recipe in moved if is_inside(domain, recipe)]
 
 
 def table_shapes(contract: Contract, domain: Domain) -> dict[str, Recipe]:
@@ -80,7 +95,7 @@ def table_shapes(contract: Contract, domain: Domain) -> dict[str, Recipe]:
     found = {}
     for shape, words in SHAPES.items():
         moved = fitted(make(f"tables [{words}]"), replace(contract, table_shape=shape), domain)
-        if shape != contract.table_shape and domain.outside(moved) is None:
+        if shape != contract.table_shape and is_inside(domain, moved):
             found[shape] = moved
     return found
 
@@ -127,6 +142,7 @@ def _qkv(name: str, hidden_size: int, *, values: str = "normal", tables: str = "
 
 
 _ONE: dict[str, Any] = {"batch": 1, "heads": 1, "kv_heads": 1}
+_FEW: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 1}
 _SHORT: dict[str, Any] = {"seq": 5, "head_dim": 4}
 # Heads of q and of k as models have them, and a few that none has: a kernel may choose its blocks by them.
 HEADS = (
@@ -180,6 +196,8 @@ _QKV = [
     *[_qkv(f"GQA ratio {n}, few channels", 6, heads=2 * n, **_SHORT) for n in (16, 32)],
     *[_qkv(f"{n} heads, {m} of k", 6, heads=n, kv_heads=m, **_SHORT) for n, m in HEADS],
     _qkv("sparse probe, longer", 32, values="sparse", seq=33, head_dim=32),
+    *[_qkv(f"one product: the sharpest bound, {n} channels", n, values="lone", **_FEW, seq=m, head_dim=d)
+      for n, m, d in ((130, 65, 20), (257, 33, 32), (515, 17, 8))],
     _qkv("one token: sums of one product", 24, values="sparse", **_ONE, seq=1, head_dim=16),
     _qkv("small normal gradients of one token", 8, **_ONE, seq=1, head_dim=4, values="small"),
     _qkv("scaled tables", 8, tables="scaled"),

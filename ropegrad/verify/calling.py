@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import time
 import traceback
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ropegrad.arrays import Array, memory, numpy_dtype
-from ropegrad.verify.arena import Bytes, Plan, Slot, view
+from ropegrad.arrays import Array, memory
+from ropegrad.verify.arena import Bytes, Plan
 from ropegrad.verify.case import NumpyArray
-from ropegrad.verify.runners import to_namespace, to_numpy
+from ropegrad.verify.given import Given, Place
+from ropegrad.verify.kept import OVERWRITTEN, Kept, shares
+from ropegrad.verify.runners import to_numpy
 from ropegrad.verify.target import Contract, NoTarget
 
 FORWARD_VALUES = {"rope": ("q_embed", "k_embed"), "qkv": ("query", "key", "value")}
@@ -52,42 +55,42 @@ def _printable(text: str) -> str:
 Function = Callable[..., Any]
 
 
-class Kept(NamedTuple):
-    """A result as it was returned, and the checksum of what was read from it then."""
-
-    name: str
-    array: Array
-    digest: int
-
-
-OVERWRITTEN = "overwritten by a later call"
-
-
 class Caller:
-    """Calls one function; keeps the results of the last two calls, which a later one must leave alone."""
+    """Calls one function; holds the results of the last calls, which a later one must leave alone.
 
-    def __init__(self, function: Function, contract: Contract) -> None:
-        self.function, self.contract = function, contract
-        self.kept: tuple[list[Kept], list[Kept]] = ([], [])  # of the call before the last, and of the last
+    limit: what the function's own work is done in, told how many bytes are held here.
+    """
 
-    def __call__(self, memory: Bytes, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
+    def __init__(
+        self, function: Function, contract: Contract,
+        limit: Callable[[int], AbstractContextManager[None]] = lambda held: nullcontext(),
+    ) -> None:  # fmt: skip
+        self.function, self.contract, self.limit = function, contract, limit
+        self.given = Given(contract)
+        self.upstream = UPSTREAM[contract.op]
+
+    def __call__(
+        self, memory: Bytes, layout: Plan, names: tuple[str, ...], order: list[str], *, anew: bool
+    ) -> Answer:
         """Call with the arena's arrays: `order` names the arguments, `names` the outputs.
 
+        anew: let go of what is held of calls before.
         Writes what the function wrote on a device back into `memory`. Raises nothing that the function does.
         """
-        place = _Place(self.contract, memory)
-        inputs = {slot.name: place(slot) for slot in layout.inputs}
+        if anew:
+            self.kept = Kept()
+        place, inputs = self.given(memory, layout)
         outputs = [place(slot) for slot in layout.outputs]
         start = time.perf_counter()
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), self.limit(self.kept.nbytes):
                 warnings.simplefilter("ignore")
                 found = self._results(inputs, outputs, names, order)
                 place.finish()
         except NotImplementedError as error:
             return Answer("declined", str(error))
         except BaseException as error:
-            return Answer("raised", _where(error))
+            return Answer("raised", _where(error) + self._misfit(order, names))
         answer = Answer("returned", seconds=time.perf_counter() - start)
         self._look(found, inputs, outputs, answer, place)
         return answer
@@ -103,9 +106,22 @@ class Caller:
             return dict(zip(names, outputs, strict=True))
         return named(result, names, self.contract.most)
 
+    def _misfit(self, order: list[str], names: tuple[str, ...]) -> str:
+        """What the function was called with, where it does not take so many arguments; else ''."""
+        given = order if self.contract.of == "backward" else [n for n in order if n not in self.upstream]
+        given = [*given, *names] if self.contract.dps else given
+        try:
+            inspect.signature(self.function).bind(*given)
+        except TypeError:
+            packed = "; weights are not packed in one" if "q_weight" in given else ""
+            return f"; it is called with {len(given)} arguments: {', '.join(given)}{packed}"
+        except ValueError:  # of a built-in function nothing is known
+            pass
+        return ""
+
     def _look(
         self, found: dict[str, Any] | str, inputs: dict[str, Array], given: list[Array], answer: Answer,
-        place: _Place,
+        place: Place,
     ) -> None:  # fmt: skip
         if isinstance(found, str):
             answer.notes.append(("wrong shape, dtype or device", "", found))
@@ -121,29 +137,10 @@ class Caller:
                 arrays[name] = array
         if place.shares and not given:
             _aliases(arrays, inputs, answer)
-        self._look_back(arrays if place.shares else {}, answer)
+        for name, text in self.kept.overwritten(arrays if place.shares else {}):
+            answer.notes.append((OVERWRITTEN, name, text))
         said = {name for _, name, _ in answer.notes}  # of one that is an input's memory, say
-        kept = [] if given else [Kept(n, x, _digest(x)) for n, x in arrays.items() if n not in said]
-        self.kept = (self.kept[1], kept)
-
-    def _look_back(self, arrays: dict[str, Array], answer: Answer) -> None:
-        """Notes for results of earlier calls that changed, or whose memory was given out again.
-
-        The call before the last may have had the data of this one: its results are the same bits, then.
-        """
-        for old in (*self.kept[0], *self.kept[1]):
-            if _digest(old.array) != old.digest:
-                text = f"{old.name} of an earlier call has changed: a later call overwrites its results"
-                answer.notes.append((OVERWRITTEN, old.name, text))
-        for old in self.kept[0]:
-            for name, array in arrays.items():
-                if _shares(memory(array), memory(old.array)):
-                    text = f"{name} is in the memory of an earlier call's {old.name}, which it overwrites"
-                    answer.notes.append((OVERWRITTEN, old.name, text))
-
-
-def _digest(array: Array) -> int:
-    return zlib.crc32(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+        self.kept.keep({} if given else {n: x for n, x in arrays.items() if n not in said})
 
 
 def probe(contract: Contract) -> None:
@@ -151,7 +148,7 @@ def probe(contract: Contract) -> None:
     try:
         if contract.arrays != "numpy":
             importlib.import_module(contract.arrays)
-        _Place(contract, np.zeros(64, np.uint8)).finish()
+        Place(contract, np.zeros(64, np.uint8)).finish()
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise NoTarget(f"no {contract.arrays} arrays on {contract.device} here: {reason}") from None
@@ -171,6 +168,8 @@ def named(result: Any, names: tuple[str, ...], most: int = 0) -> dict[str, Any] 
         given = ", ".join(map(str, result)) or "nothing"
         return f"the result is a mapping of {given}, not of {', '.join(names)}"
     if not isinstance(result, (tuple, list)):
+        if result is not None and not hasattr(result, "shape"):
+            return f"the result is a {type(result).__name__}, not a tuple of arrays: {', '.join(names)}"
         result = (result,)
     if all(x is None for x in result):
         return dict.fromkeys(names)
@@ -194,68 +193,10 @@ def _aliases(arrays: dict[str, Array], inputs: dict[str, Array], answer: Answer)
     for name, array in arrays.items():
         mine = memory(array)
         for title, other in others:
-            if _shares(mine, other):
+            if shares(mine, other):
                 text = f"{name} shares memory with {title}"
                 answer.notes.append(("output aliases an input or another output", name, text))
         others.append((name, mine))
-
-
-def _shares(a: NumpyArray, b: NumpyArray) -> bool:
-    """Whether two arrays surely share a byte: an alarm needs certainty."""
-    try:
-        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return False
-
-
-# ---- arrays of a namespace over the arena --------------------------------------------------------------
-
-
-class _Place:
-    """Arrays of the contract's namespace and device over one arena."""
-
-    def __init__(self, contract: Contract, memory: Bytes) -> None:
-        self.contract, self.memory = contract, memory
-        self.shares = contract.arrays != "jax"
-        self.device: Array | None = None
-        if contract.device == "cuda":
-            self.module = importlib.import_module(contract.arrays)
-            xp = self.module
-            self.device = xp.asarray(memory) if contract.arrays == "cupy" else xp.from_numpy(memory).cuda()
-
-    def __call__(self, slot: Slot) -> Array:
-        """The array of one slot."""
-        if self.device is None:
-            array = view(self.memory, slot)
-            if self.contract.arrays == "jax":
-                return to_namespace(array.copy(), "jax")
-            return to_namespace(array, self.contract.arrays)
-        if self.contract.arrays == "cupy":
-            memory = self.device.data + (slot.first if slot.span else 0)
-            return self.module.ndarray(slot.shape, numpy_dtype(slot.dtype), memory, slot.strides)
-        dtype = getattr(self.module, slot.dtype)
-        item = dtype.itemsize
-        steps = [step // item for step in slot.strides]
-        storage = self.device.untyped_storage()
-        empty = self.module.empty(0, dtype=dtype, device="cuda")
-        return empty.set_(storage, slot.first // item if slot.span else 0, slot.shape, steps)
-
-    def finish(self) -> None:
-        """Wait for the device, and bring back what was written there."""
-        if self.device is not None:
-            (self.module.cuda.Device() if self.contract.arrays == "cupy" else self.module.cuda).synchronize()
-            self.memory[...] = to_numpy(self.device)
-
-    def strange(self, array: Any) -> str | None:
-        """Why this is no array of the contract's namespace and device."""
-        kind = type(array)
-        home = kind.__module__.partition(".")[0]
-        expected = {"numpy": "numpy", "torch": "torch", "cupy": "cupy", "jax": "jax"}[self.contract.arrays]
-        if home not in (expected, "jaxlib") or not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            return f"is a {home}.{kind.__name__}, not an array of {expected}"
-        if expected == "torch" and array.device.type != self.contract.device:
-            return f"is on device {array.device}, its inputs are on {self.contract.device}"
-        return None
 
 
 # ---- differentiable forwards ---------------------------------------------------------------------------

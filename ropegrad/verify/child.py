@@ -16,6 +16,7 @@ import os
 import signal
 import struct
 import sys
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import numpy as np
@@ -42,11 +43,11 @@ def main() -> None:
                 caller = _load(request, answers)
                 continue
             assert caller is not None
-            inputs, outputs, nbytes, names, order, size = request
+            inputs, outputs, nbytes, names, order, size, anew = request
             if size > len(memory):
                 memory = np.frombuffer(mmap.mmap(arena, size), np.uint8)
             given, room = (tuple(Slot(*slot) for slot in part) for part in (inputs, outputs))
-            _send(answers, caller(memory[:nbytes], Plan(given, room, nbytes), names, order))
+            _send(answers, caller(memory[:nbytes], Plan(given, room, nbytes), names, order, anew=anew))
 
 
 def _load(request: dict[str, Any], answers: IO[bytes]) -> Caller | None:
@@ -61,19 +62,35 @@ def _load(request: dict[str, Any], answers: IO[bytes]) -> Caller | None:
     except BaseException as error:
         _send(answers, Answer("unusable", f"importing it raised {type(error).__name__}: {error}"))
         return None
-    _limit(request["memory"])
     _send(answers, Answer("returned"))
-    return Caller(function, contract)
+    return Caller(function, contract, limited(request["memory"]))
 
 
-def _limit(nbytes: int) -> None:
-    """A limit on memory beyond what importing took: past it allocations fail, before the machine does."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has it
+def limited(nbytes: int) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """A limit on memory beyond what is in use now: past it allocations fail, before the machine does.
+
+    It holds inside `with limit(more):`, where `more` bytes may be in use besides: what the harness keeps.
+    """
+    try:  # not every system has it
         import resource
 
         with open("/proc/self/status", encoding="ascii") as status:
             used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (used + nbytes, used + nbytes))
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+    except (ImportError, OSError, StopIteration):
+        return lambda more: contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def limit(more: int) -> Iterator[None]:
+        wanted = min(used + nbytes + more, 1 << 62)
+        soft = wanted if before[0] == resource.RLIM_INFINITY else min(wanted, before[0])
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+    return limit
 
 
 def _die_with_parent() -> None:

@@ -114,8 +114,8 @@ def _ratios(failed: list[Recipe], passed: list[Recipe]) -> set[int]:
     return {_ratio(recipe) for recipe in passed} - {_ratio(recipe) for recipe in failed} - {0}
 
 
-def excuses(domain: Domain, failed: list[Recipe], passed: list[Recipe]) -> list[str]:
-    """Restrictions that would leave all failures out, and enough of what passed in to be worth stating."""
+def excuses(domain: Domain, failed: list[Recipe], passed: list[Recipe]) -> list[Domain]:
+    """Domains that would leave all failures out, and enough of what passed in to be worth stating."""
     dims = {recipe.rope.head_dim for recipe in passed} - {recipe.rope.head_dim for recipe in failed}
     ratios = _ratios(failed, passed)
     shortest = min((recipe.rope.seq for recipe in failed), default=0)
@@ -125,14 +125,14 @@ def excuses(domain: Domain, failed: list[Recipe], passed: list[Recipe]) -> list[
     return _fitting(domain, simpler(domain), failed, passed) or _fitting(domain, lists, failed, passed)
 
 
-def _fitting(domain: Domain, offers: list[Domain], failed: list[Recipe], passed: list[Recipe]) -> list[str]:
-    found = []
-    for offer in offers:
-        reasons = {offer.outside(recipe) for recipe in failed}
-        inside = sum(offer.outside(recipe) is None for recipe in passed)
-        if offer != domain and inside >= WORTH and None not in reasons:
-            found += sorted(str(reason) for reason in reasons)
-    return list(dict.fromkeys(found))
+def _fitting(
+    domain: Domain, offers: list[Domain], failed: list[Recipe], passed: list[Recipe]
+) -> list[Domain]:
+    return [
+        offer for offer in offers
+        if offer != domain and all(offer.outside(recipe) for recipe in failed)
+        and sum(offer.outside(recipe) is None for recipe in passed) >= WORTH
+    ]  # fmt: skip
 
 
 def _ratio(recipe: Recipe) -> int:

@@ -146,6 +146,15 @@ def _sparse(rng: Rng, shape: tuple[int, ...], dtype: str, role: str) -> NumpyArr
     return _cast(x, dtype)
 
 
+def _lone(rng: Rng, shape: tuple[int, ...], dtype: str, role: str) -> NumpyArray:
+    """A single nonzero in each upstream gradient: sums of one product, of whatever sizes."""
+    x = rng.standard_normal(shape)
+    if role == "gradient" and x.size:
+        place = int(rng.integers(x.size))
+        x.reshape(-1)[np.arange(x.size) != place] = 0.0
+    return _cast(x, dtype)
+
+
 def _nonfinite(rng: Rng, shape: tuple[int, ...], dtype: str, role: str) -> NumpyArray:
     """A few NaN and Inf among normal numbers."""
     x = np.asarray(rng.standard_normal(shape))
@@ -167,7 +176,7 @@ Values = Callable[[Rng, tuple[int, ...], str, str], NumpyArray]
 VALUES: dict[str, Values] = {
     "normal": _normal, "tiny_gradients": _tiny_gradients, "coded": _coded, "scales": _scales,
     "subnormal": _subnormal, "small": _small, "zeros": _zeros, "dominating": _dominating,
-    "sparse": _sparse, "nonfinite": _nonfinite, "overflow": _overflow,
+    "sparse": _sparse, "lone": _lone, "nonfinite": _nonfinite, "overflow": _overflow,
     "reciprocal": _normal,  # and then `probes`
 }  # fmt: skip
 

@@ -11,28 +11,34 @@ from ropegrad.spec import RopeSpec
 from ropegrad.verify.battery import size
 from ropegrad.verify.case import Case, NumpyArray
 from ropegrad.verify.confusions import CONFUSIONS
-from ropegrad.verify.diagnosis import diagnose, is_small
-from ropegrad.verify.domain import Domain, doubts, excuses
+from ropegrad.verify.diagnosis import Diagnosis, diagnose, is_small
+from ropegrad.verify.domain import Domain, doubts
+from ropegrad.verify.excusing import excused, unsteady
 from ropegrad.verify.properties import property_faults
 from ropegrad.verify.recipe import Recipe
-from ropegrad.verify.ruling import FLUSHES, LOW, ROUNDS, RULES, WRONG, Fault
+from ropegrad.verify.ruling import DIGITS, FLUSHES, LOW, MISSING, ROUNDS, RULES, SPARE, WRONG, Fault
 from ropegrad.verify.runner import Runner
 from ropegrad.verify.target import Contract
 from ropegrad.verify.trial import Trial, attempt
 
 HANGS, CRASHES = 2, 10  # as many are enough to know
+UNSTEADY = "not every time: the same problem was right when it was put again"
 INTERRUPTED = 130  # the exit status of programs that SIGINT ends
 
 
 @dataclass
 class Broken:
-    """A rule that was broken: in how many cases, the smallest of them, and what would excuse it."""
+    """A rule that was broken: in how many cases, the smallest of them, what would excuse it.
+
+    steady: the smallest did not come out right when it was put to the target again.
+    """
 
     rule: str
     cases: int
     recipe: Recipe
     faults: list[Fault]
     excuses: list[str] = field(default_factory=list)
+    steady: bool = True
 
 
 @dataclass
@@ -42,6 +48,7 @@ class Examination:
     outside    problems outside its domain; tables: a problem for each shape of tables it does not promise
     not_run    problems that were left out after too many hangs or crashes
     problems   how many were put to it; all_calls: how often it was called; declined: how many it declined
+    excuses    options that leave all failures out; unsteady: failures that were right when put again
     interrupted  the user ended it before its time: that nothing was found says little
     """
 
@@ -55,6 +62,8 @@ class Examination:
     all_calls: int = 0
     declined: int = 0
     interrupted: bool = False
+    excuses: list[str] = field(default_factory=list)
+    unsteady: set[Recipe] = field(default_factory=set)
     broken: list[Broken] = field(default_factory=list)
 
     @property
@@ -122,8 +131,16 @@ def examine(
     everything = (*seen.trials, *seen.outside, *seen.tables.values())
     seen.problems, seen.all_calls = len(seen.trials), sum(trial.calls for trial in everything)
     seen.declined = sum(trial.status == "declined" for trial in seen.trials)
-    seen.broken = broken_rules(seen)
+    explain(runner, seen, progress)
     return seen
+
+
+def explain(runner: Runner, seen: Examination, progress: Progress) -> None:
+    """Ask again whether what failed always fails, and what would excuse it; then name the broken rules."""
+    if not _enough(seen.trials):
+        seen.excuses = excused(runner, seen.domain, seen.trials, progress)
+        seen.unsteady = unsteady(runner, seen.trials)
+    seen.broken = broken_rules(seen)
 
 
 def _enough(trials: list[Trial]) -> bool:
@@ -135,9 +152,8 @@ def broken_rules(seen: Examination) -> list[Broken]:
     """The rules that were broken, each with its smallest case, diagnosed."""
     wrong = [trial for trial in seen.trials if trial.faults]
     _settle(wrong)
+    _given(seen.trials)
     _recognise(wrong)
-    passed = [trial.recipe for trial in seen.trials if not trial.faults]
-    excused = excuses(seen.domain, [trial.recipe for trial in wrong], passed)
     shadows = _shadows(wrong)
     found = []
     for rule in RULES:
@@ -148,8 +164,9 @@ def broken_rules(seen: Examination) -> list[Broken]:
         faults = {f.array: f for t in reversed(trials) for f in t.faults if _told(f, rule, shadows)}
         smallest = [f for f in faults.values() if any(f is other for other in trials[0].faults)]
         named = [replace(fault, names=_names(trials, fault)) for fault in smallest or faults.values()]
-        offers = _needs(seen.contract, named) if rule == "missing gradient" else excused
-        found.append(Broken(rule, len(trials), trials[0].recipe, named, offers))
+        offers = _needs(seen.contract, named) if rule == MISSING else seen.excuses
+        steady = trials[0].recipe not in seen.unsteady
+        found.append(Broken(rule, len(trials), trials[0].recipe, named, offers, steady))
     return found
 
 
@@ -179,6 +196,16 @@ def _settle(trials: list[Trial]) -> None:
         ]
 
 
+def _given(trials: list[Trial]) -> None:
+    """A gradient that is all zero in some problems and given in others is not missing, but wrong in those."""
+    given = set().union(*(trial.given for trial in trials))
+    for trial in trials:
+        trial.faults = [
+            replace(f, rule=WRONG) if f.rule == MISSING and f.share[1] and f.array in given else f
+            for f in trial.faults
+        ]
+
+
 # Formulas with errors of any size: who computes one of them does not merely round too much.
 FORMULAS = frozenset(words for words, _ in CONFUSIONS if "rounded to" not in words)
 
@@ -187,7 +214,7 @@ def _recognise(trials: list[Trial]) -> None:
     """A known wrong formula is a wrong value, however much its errors look like rounding in a long sum."""
     for array in {f.array for trial in trials for f in trial.faults if f.rule == LOW and f.share[1]}:
         ordered = sorted(trials, key=lambda trial: size(trial.recipe))
-        if not FORMULAS.isdisjoint(_names(ordered, Fault(LOW, array, ""))):
+        if not FORMULAS.isdisjoint(_diagnosis(ordered, Fault(LOW, array, "")).formulas):
             for trial in trials:
                 trial.faults = [
                     replace(f, rule=WRONG) if (f.rule, f.array) == (LOW, array) else f for f in trial.faults
@@ -227,7 +254,32 @@ PLACED = ("output not (fully) written", "depends on strides or alignment", "stal
 
 
 def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
-    """The diagnosis that fits all of a few problems with this fault, rich ones among them."""
+    """The diagnosis that fits all of a few problems with this fault."""
+    found = _diagnosis(trials, fault)
+    formulas = fault.rule == WRONG or (fault.rule == LOW and isinstance(trials[0].recipe.spec, RopeSpec))
+    if not formulas and fault.rule not in PLACED:
+        found = Diagnosis({}, [])
+    elif not formulas:
+        found = replace(found, formulas={})
+    return (*found.words, *(_accuracy(trials, fault.array) if fault.rule == LOW else ()))
+
+
+def _accuracy(trials: list[Trial], array: str) -> tuple[str, ...]:
+    """What arithmetic this output is as accurate as, if nearly all ordinary problems say so."""
+    ordinary = [
+        fault for trial in trials for fault in trial.faults
+        if (fault.rule, fault.array) == (LOW, array) and fault.share[1] >= TELLING
+        and (trial.recipe.values, trial.recipe.tables) == ("normal", "normal")
+    ]  # fmt: skip
+    said = Counter(f.low for f in ordinary if f.low and f.bits <= DIGITS[f.low] + SPARE)
+    return tuple(f"is as accurate as {low}" for low, count in said.items() if 4 * count >= 3 * len(ordinary))
+
+
+TELLING = 64  # elements whose errors together tell an accuracy
+
+
+def _diagnosis(trials: list[Trial], fault: Fault) -> Diagnosis:
+    """What fits all of a few problems with this fault, rich ones among them."""
     alike = [
         trial for trial in trials
         if any((f.rule, f.array) == (fault.rule, fault.array) for f in trial.faults)
@@ -236,11 +288,7 @@ def _names(trials: list[Trial], fault: Fault) -> tuple[str, ...]:
     ]  # fmt: skip
     rich = sorted(alike, key=lambda trial: (trial.recipe.rope.kv_heads or 0, trial.recipe.rope.seq))
     chosen = {id(trial): trial for trial in (*alike[:1], *alike[len(alike) // 2 :][:2], *rich[-2:])}
-    array, spec = fault.array, trials[0].recipe.spec
-    formulas = fault.rule == WRONG or (fault.rule == LOW and isinstance(spec, RopeSpec))
-    if not formulas and fault.rule not in PLACED:
-        return ()
-    return tuple(diagnose((_evidence(trial, array) for trial in chosen.values()), formulas=formulas))
+    return diagnose(_evidence(trial, fault.array) for trial in chosen.values())
 
 
 def _evidence(trial: Trial, array: str) -> tuple[Case, str, NumpyArray]:

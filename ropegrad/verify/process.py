@@ -29,6 +29,11 @@ from ropegrad.verify.arena import Bytes, Plan
 from ropegrad.verify.calling import Answer
 from ropegrad.verify.target import Contract, NoTarget
 
+# Memory in which a right target can be expected to work, beyond its imports: for threads, compilers and
+# workspaces, and times a problem's arrays. A tighter limit may be what makes it fail.
+ENOUGH, TIMES = 512 << 20, 8
+DOUBTS = 3  # calls that are made again with enough memory, for a target that fails then, too
+_OF_MEMORY = re.compile("MemoryError|bad_alloc|DefaultCPUAllocator|Cannot allocate memory")
 FIRST = 5  # times as long for importing a target and for its first call, which may compile
 
 
@@ -48,9 +53,9 @@ class Process:
         self.file, self.size = _shared_file(), 0
         self.memory: Bytes = np.zeros(0, np.uint8)
         self.child: subprocess.Popen[bytes] | None = None
-        self.restarts = 0
+        self.restarts = self.doubts = 0
         self.fresh = True
-        self._start()
+        self._start(memory)
 
     def __enter__(self) -> Process:
         return self
@@ -81,21 +86,43 @@ class Process:
             self.memory = np.frombuffer(mmap.mmap(self.file, self.size), np.uint8)
         return self.memory[:nbytes]
 
-    def call(self, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
-        """Let the target work on what is in the arena."""
+    def call(self, layout: Plan, names: tuple[str, ...], order: list[str], *, anew: bool) -> Answer:
+        """Let the target work on what is in the arena.
+
+        Raises NoTarget where it fails, and would not if the limit on memory were fit for the problem.
+        """
         if self.child is None:
-            self._start()
+            self._start(self.limit)
             self.restarts += 1
         inputs, outputs = ([tuple(slot) for slot in part] for part in (layout.inputs, layout.outputs))
-        request = (inputs, outputs, layout.nbytes, names, order, self.size)
-        limit = self.timeout * (FIRST if self.fresh else 1)
-        self.fresh = False
-        answer = self._ask(request, limit)
+        request = (inputs, outputs, layout.nbytes, names, order, self.size, anew)
+        enough = ENOUGH + TIMES * layout.nbytes
+        tight = self.limit < enough and self.doubts < DOUBTS
+        before = self.memory[: layout.nbytes].copy() if tight else None
+        answer = self._timed(request)
+        if answer.status in ("raised", "crashed") and before is not None:
+            self.doubts += 1
+            self._stop()
+            self.memory[: layout.nbytes] = before
+            self._start(enough)
+            if self._timed(request).status == "returned":
+                raise NoTarget(
+                    f"the limit of {_mib(self.limit)} (--memory) is too small for a problem whose arrays "
+                    f"take {_mib(layout.nbytes)}: {answer.message}; within {_mib(enough)} the target returns"
+                )
+            self._stop()
+        if _OF_MEMORY.search(answer.message):
+            answer.message += f"; the limit is {_mib(self.limit)} beyond its imports (--memory)"
         if answer.status == "raised" and self.contract.device == "cuda":
             self._stop()  # an error of CUDA sticks to its process
         return answer
 
-    def _start(self) -> None:
+    def _timed(self, request: Any) -> Answer:
+        limit = self.timeout * (FIRST if self.fresh else 1)
+        self.fresh = False
+        return self._ask(request, limit)
+
+    def _start(self, memory: int) -> None:
         self.fresh = True
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  closed when replaced
         environment = os.environ | {"MALLOC_PERTURB_": "128"}  # glibc: memory not written reads as 3.4e38
@@ -105,8 +132,7 @@ class Process:
             env=environment | {"PYTHONPATH": import_path()}, start_new_session=True,
         )  # fmt: skip
         request = {
-            "target": self.target, "contract": asdict(self.contract), "folder": self.folder,
-            "memory": self.limit,
+            "target": self.target, "contract": asdict(self.contract), "folder": self.folder, "memory": memory,
         }  # fmt: skip
         answer = self._ask(request, max(60.0, FIRST * self.timeout))
         if answer.status != "returned":
@@ -179,6 +205,10 @@ class Process:
                 return f" in {function} ({file}:{line})"
         last = text.strip().rpartition("\n")[2]
         return f": {last[:300]}" if last and not frames else ""
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.4g} MiB"
 
 
 def _answer(data: Bytes, at: int) -> Answer:

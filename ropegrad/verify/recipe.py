@@ -16,7 +16,8 @@ from ropegrad.verify.draws import make_case
 class Recipe:
     """A spec, kinds of data (keys of draws.VALUES, draws.TABLES, placing.MEMORY) and a seed.
 
-    then: values and tables of the second draw, if they are others.
+    then: values and tables of the second draw, if they are others. often: many calls with data of their own,
+    for what shows only in the third or eighth.
     """
 
     spec: RopeSpec | QkvSpec
@@ -26,6 +27,12 @@ class Recipe:
     memory: str = "contiguous"
     name: str = ""
     then: tuple[str, str] | None = None
+    often: bool = False
+
+    @property
+    def draws(self) -> tuple[int, ...]:
+        """The draws of the data that are put to a target in turn; the last call has the data of the first."""
+        return (*range(18), 0) if self.often else (0, 1, 0)
 
     def case(self, other: int = 0) -> Case:
         """The case; with `other`, the second draw."""

@@ -2,69 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from ropegrad.verify.case import Case, rope_geometry
 
-Words = dict[str, list[str]]  # by axis: all phrases that fit, most telling first
+ALL = 0.9  # a share of a place's elements that says: it is wrong; by chance some are right
+LEAST = 0.5  # in any one problem
 
 
-def regions(wrong: Any, axes: list[str], case: Case) -> Words:
-    """Phrases for each axis that could tell something, none where elements of all of it are wrong."""
-    if wrong.ndim != len(axes):
-        return {}
+@dataclass(frozen=True)
+class Where:
+    """The wrong elements of one output: the mask, those that could be wrong, places that hold all of them.
+
+    places: by axis, all phrases that fit, each with the indices along the axis that it means. None where
+    elements of all of an axis are wrong.
+    """
+
+    wrong: Any
+    there: Any
+    axes: list[str]
+    places: dict[str, dict[str, Any]]
+
+    def share(self, phrases: dict[str, str]) -> float:
+        """How much of what lies in these places is wrong."""
+        inside = self.there | self.wrong
+        for axis, phrase in phrases.items():
+            if axis in self.places:
+                at = self.axes.index(axis)
+                mask = self.places[axis][phrase]
+                inside = inside & mask.reshape([-1 if i == at else 1 for i in range(inside.ndim)])
+        return float(self.wrong.sum() / inside.sum())
+
+
+def regions(wrong: Any, there: Any, axes: list[str], case: Case) -> Where:
+    """Where these elements are."""
     found = {}
-    for axis, name in enumerate(axes):
+    for axis, name in enumerate(axes if wrong.ndim == len(axes) else []):
         if wrong.shape[axis] > 1:
             others = tuple(i for i in range(wrong.ndim) if i != axis)
             touched = np.flatnonzero(wrong.any(axis=others))
-            found[name] = list(_phrases(touched, wrong.shape[axis], name, case))
-    return found
+            indices = np.arange(wrong.shape[axis])
+            meant = _phrases(touched, len(indices), name, case)
+            found[name] = {words: np.isin(indices, indices[part]) for words, part in meant}
+    return Where(wrong, there, axes, found)
 
 
-def common(samples: Iterable[Words]) -> list[str]:
-    """For each axis the first phrase that fits all samples with more than one element along it."""
-    together: Words = {}
-    for words in samples:
-        for axis, phrases in words.items():
-            before = together.get(axis)
-            together[axis] = phrases if before is None else [p for p in before if p in phrases]
-    return [phrases[0] for phrases in together.values() if phrases]
+def common(samples: list[Where]) -> list[str]:
+    """What fits all samples: places that are wrong as a whole, or how few elements are wrong in them."""
+    together: dict[str, list[str]] = {}
+    for sample in samples:
+        for axis, places in sample.places.items():
+            before = together.get(axis, list(places))
+            together[axis] = [phrase for phrase in before if phrase in places]
+    chosen = {axis: _closest(axis, phrases, samples) for axis, phrases in together.items() if phrases}
+    if not samples:
+        return []
+    if all(sample.wrong.sum() == 1 for sample in samples) and samples[-1].wrong.size > 1:
+        return [", ".join(["is wrong in one element only", *map("in {}".format, chosen.values())])]
+    shares = [sample.share(chosen) for sample in samples]
+    if chosen and median(shares) >= ALL and min(shares) >= LEAST:
+        return [f"is wrong in {phrase}{_only(phrase)}" for phrase in chosen.values()]
+    about = f"is wrong in about {max(100 * median(shares), 1):.0f} % of the elements"
+    if chosen:
+        return [f"{about} in {' and '.join(chosen.values())}, in none elsewhere"]
+    return [about] if max(shares) < LEAST else []
 
 
-def _phrases(touched: Any, size: int, name: str, case: Case) -> Iterator[str]:
+def _closest(axis: str, phrases: list[str], samples: list[Where]) -> str:
+    """The phrase that means the fewest elements; of equals the first."""
+    places = [sample.places[axis] for sample in samples if axis in sample.places]
+    return min(phrases, key=lambda phrase: sum(int(place[phrase].sum()) for place in places))
+
+
+def _only(phrase: str) -> str:
+    return "" if phrase.startswith("every") or phrase.endswith(" on") else " only"
+
+
+def _phrases(touched: Any, size: int, name: str, case: Case) -> Iterator[tuple[str, Any]]:
     first, last, count = int(touched[0]), int(touched[-1]), len(touched)
+    many = f"{name}es" if name == "batch" else f"{name}s"
     if name == "channel" and first >= rope_geometry(case).rotary_dim:
-        yield "is wrong in the channels that pass through only"
+        yield "the channels that pass through", slice(rope_geometry(case).rotary_dim, size)
     if count == size:
         return
     if name in ("channel", "column"):
-        yield from _halves(first, last, size, name)
+        yield from _halves(first, last, size, many)
     if first == last == size - 1:
-        yield f"is wrong in the last {name} only"
+        yield f"the last {name}", slice(size - 1, size)
     if first == last == 0:
-        yield f"is wrong in the first {name} only"
+        yield f"the first {name}", slice(0, 1)
     if first == 1 and count == size - 1:
-        yield f"is wrong in every {name} after the first"
+        yield f"every {name} after the first", slice(1, size)
     if name == "token":
         for tile in (128, 64, 32, 16, 8, 4):
-            if size % tile and first == size // tile * tile:
-                yield f"is wrong in the last, partial tile of {tile} tokens"
+            if size % tile and first == size // tile * tile > 0:
+                yield f"the last, partial tile of {tile} tokens", slice(first, size)
     if count > 1 and (touched % 2 == 1).all():
-        yield f"is wrong in odd {name}s only"
+        yield f"odd {many}", slice(1, size, 2)
     if count > 1 and (touched % 2 == 0).all():
-        yield f"is wrong in even {name}s only"
+        yield f"even {many}", slice(0, size, 2)
     if count == last - first + 1 and last == size - 1:
-        yield f"is wrong from {name} {first} on"
+        yield f"the {many} from {first} on", slice(first, size)
     if first == last:
-        yield f"is wrong in {name} {first} only"
+        yield f"{name} {first}", slice(first, first + 1)
 
 
-def _halves(first: int, last: int, size: int, name: str) -> Iterator[str]:
+def _halves(first: int, last: int, size: int, many: str) -> Iterator[tuple[str, Any]]:
     if first >= size // 2:
-        yield f"is wrong in the second half of the {name}s only"
+        yield f"the second half of the {many}", slice(size // 2, size)
     if last < size - size // 2:
-        yield f"is wrong in the first half of the {name}s only"
+        yield f"the first half of the {many}", slice(0, size - size // 2)

@@ -33,7 +33,7 @@ RULES = (
     "hidden NaN or Inf", "depends on strides or alignment", "breaks a property", "declined", "raised", "hung",
     "crashed",
 )  # fmt: skip
-WRONG, LOW = RULES[:2]
+WRONG, LOW, MISSING = RULES[:3]
 FLUSHES = "flushes subnormals"
 ROUNDS = "rounds at every step"
 # What arithmetic may do and still be right, narrowest first: a target's contract is the first that fits.
@@ -47,7 +47,7 @@ class Fault:
 
     axes    its index by name (batch, head, token, channel, ...)
     share   elements that are off, by rounding perhaps, and all of them
-    low     what its errors are as small as, if they look like rounding; '' if they do not
+    low     the arithmetic whose errors its own do not pass, if they look like rounding; '' if they do not
     names   what the result was recognised as (diagnosis), most telling first
     """
 
@@ -96,11 +96,27 @@ def standard(case: Case, exact: dict[str, Expected], allowance: tuple[str, ...] 
 def form_fault(case: Case, name: str, got: NumpyArray | None, shape: Any, dtype: str) -> Fault | None:
     """What is wrong with an output before its values are looked at."""
     if got is None:
-        return Fault("missing gradient", name, f"{name} is None")
+        return Fault(MISSING, name, f"{name} is None")
     if got.shape != tuple(shape) or str(got.dtype) != dtype:
         found, right = f"{got.dtype} {list(got.shape)}", f"{dtype} {list(shape)}"
-        return Fault("wrong shape, dtype or device", name, f"{name} is {found}, it must be {right}")
+        text = f"{name} is {found}, it must be {right}{_shape_of(case, got.shape, tuple(shape))}"
+        return Fault("wrong shape, dtype or device", name, text)
     return None
+
+
+def _shape_of(case: Case, got: tuple[int, ...], right: tuple[int, ...]) -> str:
+    """What a wrong shape would be right for, as the end of a sentence; '' where nothing is known."""
+    spec = case.spec
+    alike = [name for name, x in case.inputs.items() if x is not None and x.shape == got]
+    if got == right:
+        return ""
+    if isinstance(spec, QkvSpec) and got == (spec.rows("qkv"), *right[1:]):
+        return ": that is of q, k and v packed in one"
+    if alike:
+        return f": that is the shape of {' and of '.join(alike)}"
+    if sorted(got) == sorted(right):
+        return ": the axes are in another order"
+    return ": as many elements in another shape" if math.prod(got) == math.prod(right) else ""
 
 
 def value_fault(
@@ -118,9 +134,9 @@ def value_fault(
     low, off = "", _off(rule, name, ratios)
     kind, place, why = _kind(rule, name, got, wrong, earlier, dps)
     if kind == WRONG:
-        low = _lower_precision(rule, name, got)
+        low = _lower_precision(rule, name, got) if _is_everywhere(rule, name, ratios) else ""
         if low and 4 * off >= wrong.size:  # rounding spares few elements
-            kind, why = LOW, f", {low}"
+            kind = LOW
     where = worst.where if place is None else place
     axes = named_axes(rule.case, name, where)
     at = ", ".join(f"{axis} {index}" for axis, index in axes)
@@ -132,6 +148,8 @@ def value_fault(
     if math.isinf(ratio):
         message = f"{numbers}, at {at}; {share}{why}"
     bits = effective_bits(got, rule.exact[name])
+    if kind == LOW and math.isfinite(bits):
+        message += f", {bits:.1f} effective bits"
     return Fault(kind, name, message, ratio, axes, bits, (off, wrong.size), low)
 
 
@@ -164,7 +182,7 @@ def _kind(
         text = ", a NaN or Inf enters its sum" if (state[hidden] == Must.NOT_BE_FINITE).all() else ""
         return "hidden NaN or Inf", _first(hidden), text
     if not got.astype(np.float64).any():
-        return "missing gradient", None, ": all of it is zero"
+        return MISSING, None, ": all of it is zero"
     return WRONG, None, ""
 
 
@@ -187,10 +205,28 @@ def _is_stale(got: NumpyArray, wrong: Any, earlier: NumpyArray | None) -> bool:
     return bool(same[wrong].all() and got.astype(np.float64)[wrong].any())
 
 
-def _off(rule: Standard, name: str, ratios: Floats) -> int:
+def _is_off(rule: Standard, name: str, ratios: Floats) -> Any:
     """Elements that are farther off than IEEE arithmetic makes them: bounds of products are wide."""
     usual = 1.0 if rule.exact[name].product is None else 1 / 8
-    return int(((ratios > usual) | (rule.bound[name] == 0)).sum())
+    return (ratios > usual) | (rule.bound[name] == 0)
+
+
+def _off(rule: Standard, name: str, ratios: Floats) -> int:
+    return int(_is_off(rule, name, ratios).sum())
+
+
+SEVERAL = 8  # elements of which rounding too coarsely hits one, at least
+
+
+def _is_everywhere(rule: Standard, name: str, ratios: Floats) -> bool:
+    """Whether no head, token or batch of several elements is spared: rounding does not choose among them."""
+    off = _is_off(rule, name, ratios)
+    for axis, word in enumerate(axis_words(rule.case, name, off.ndim)):
+        others = tuple(i for i in range(off.ndim) if i != axis)
+        several = word in ("batch", "head", "token") and off.size >= SEVERAL * off.shape[axis]
+        if several and not off.any(axis=others).all():
+            return False
+    return True
 
 
 def near_underflow(rule: Standard, name: str) -> Any:
@@ -199,11 +235,15 @@ def near_underflow(rule: Standard, name: str) -> Any:
     return np.abs(rule.exact[name].value) < compute.tiny / compute.u
 
 
-_KEPT = {"high": "TF32", "medium": "bfloat16"}
+_KEPT = {"high": "TF32 products", "medium": "bfloat16 products"}
+# Bits of what an accuracy is named after. Who has so many more was not limited by it.
+DIGITS = {"TF32 products": 11, "bfloat16 products": 8, "float32 arithmetic": 24, "float16 arithmetic": 11,
+          "bfloat16 arithmetic": 8}  # fmt: skip
+SPARE = 3
 
 
 def _lower_precision(rule: Standard, name: str, got: NumpyArray) -> str:
-    """What the errors are as small as: a lower promise, a narrower dtype; '' if they are no rounding."""
+    """The lower promise or narrower dtype whose errors these are at most; '' if they are no rounding."""
     spec, compute = rule.case.spec, rope_geometry(rule.case).compute
     if not np.isfinite(got.astype(np.float64)).all() or near_underflow(rule, name).all():
         return ""
@@ -212,11 +252,11 @@ def _lower_precision(rule: Standard, name: str, got: NumpyArray) -> str:
         for promise in lower:
             case = replace(rule.case, spec=replace(spec, precision=promise))
             if standard(case, {name: rule.exact[name]}).worst(name, got) <= 1:
-                return f"as accurate as {_KEPT[promise]} products"
+                return _KEPT[promise]
         return ""
     for dtype in ("float32", "float16", "bfloat16"):
         if FORMATS[dtype].u > FORMATS[compute].u and _within(rule, name, got, dtype):
-            return f"as accurate as {dtype} arithmetic"
+            return f"{dtype} arithmetic"
     return ""
 
 
@@ -259,7 +299,7 @@ _HEADS = {"bhsd": "batch head token channel", "bshd": "batch token head channel"
 
 def named_axes(case: Case, name: str, where: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
     """The index of an element of an output, by the names of its axes."""
-    pairs = zip(_axis_words(case, name, where), where, strict=False)
+    pairs = zip(axis_words(case, name, len(where)), where, strict=False)
     axes = [(word, index + case.first_token * (word == "token")) for word, index in pairs]
     if name.endswith(("_weight", "_bias")) and where:
         head, channel = divmod(where[0], rope_geometry(case).head_dim)
@@ -267,10 +307,11 @@ def named_axes(case: Case, name: str, where: tuple[int, ...]) -> tuple[tuple[str
     return tuple(axes)
 
 
-def _axis_words(case: Case, name: str, where: tuple[int, ...]) -> list[str]:
+def axis_words(case: Case, name: str, count: int) -> list[str]:
+    """The names of the axes of an output that has so many."""
     need, layout = name.removeprefix("grad_"), rope_geometry(case).layout
     if need in ("cos", "sin"):
-        return ["batch", "token", "column"][-len(where) :] if where else []
+        return ["batch", "token", "column"][-count:] if count else []
     if need.endswith(("_weight", "_bias")):
         return ["row", "hidden channel"]
     if need == "hidden_states":

@@ -20,8 +20,8 @@ class Runner(Protocol):
         """Memory that the target will see."""
         ...
 
-    def call(self, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
-        """Let it work on what is in the arena."""
+    def call(self, layout: Plan, names: tuple[str, ...], order: list[str], *, anew: bool) -> Answer:
+        """Let it work on what is in the arena; `anew`: results of earlier calls may go."""
         ...
 
 
@@ -38,6 +38,6 @@ class Here:
             self._memory = np.zeros(max(nbytes, 2 * len(self._memory)), np.uint8)
         return self._memory[:nbytes]
 
-    def call(self, layout: Plan, names: tuple[str, ...], order: list[str]) -> Answer:
+    def call(self, layout: Plan, names: tuple[str, ...], order: list[str], *, anew: bool) -> Answer:
         """Call the function."""
-        return self._caller(self._memory[: layout.nbytes], layout, names, order)
+        return self._caller(self._memory[: layout.nbytes], layout, names, order, anew=anew)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ropegrad.arrays import DTYPES
 from ropegrad.spec import ADJOINTS, LAYOUTS, PAIRINGS, QKV_NEEDS, ROPE_NEEDS, TABLES, QkvSpec, RopeSpec
 from ropegrad.verify import draws
+from ropegrad.verify.battery import LARGEST
 from ropegrad.verify.case import Case
 from ropegrad.verify.domain import Domain, fitted
 from ropegrad.verify.placing import MEMORY
@@ -82,7 +83,10 @@ def _recipes(
     ratios: st.SearchStrategy[int], emptiness: st.SearchStrategy[int], pairs: st.SearchStrategy[int],
 ) -> Recipe:  # fmt: skip
     head_dim, (most, kv_heads, batch) = draw(widths), draw(_SIZES)
-    heads = kv_heads * draw(ratios)
+    ratio = draw(ratios)
+    if kv_heads * ratio * head_dim > LARGEST:  # of a domain that has ratios or head sizes of its own
+        head_dim, ratio, kv_heads = min(domain.head_dim or WIDTHS), min(domain.gqa or (1,)), 1
+    heads = kv_heads * ratio
     seq = draw(_TOKENS) or heads
     if draw(emptiness) == 15:
         batch, seq = (0, 1) if batch > 1 else (1, 0)

@@ -68,6 +68,8 @@ class Contract:
         judge_dtype("table_dtype", self.table_dtype)
         for name in self.needs:
             judge_word("needs", name, ROPE_NEEDS if self.op == "rope" else QKV_NEEDS)
+            if self.needs.count(name) > 1:
+                raise SpecError(f"needs names {name!r} more than once")
         self._judge_pairs()
 
     def _judge_pairs(self) -> None:

@@ -1,21 +1,22 @@
-"""One problem put to a target: called three times, other data in between, and everything judged."""
+"""One problem put to a target: called several times, other data in between, and everything judged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ropegrad.arrays import numpy_dtype
 from ropegrad.spec import RopeSpec
-from ropegrad.verify.again import right_again, same_results
+from ropegrad.verify.again import Outputs, right_again, same_results
 from ropegrad.verify.arena import Plan, fill, plan, trespasses, view
-from ropegrad.verify.calling import FORWARD_VALUES, OVERWRITTEN, Answer
+from ropegrad.verify.calling import FORWARD_VALUES, Answer
 from ropegrad.verify.case import Case, NumpyArray, token_slices
 from ropegrad.verify.check import SLICE
 from ropegrad.verify.forward import forward_shapes, forward_standard
+from ropegrad.verify.kept import OVERWRITTEN
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.recipe import Recipe, contiguous
 from ropegrad.verify.ruling import (
@@ -31,6 +32,7 @@ from ropegrad.verify.ruling import (
 from ropegrad.verify.runner import Runner
 from ropegrad.verify.target import Contract
 
+IN_TURN = (True, False, False, True, True, False, False, True)  # a cause left out, and there, of no period
 REPEATABLE = "bitwise repeatable"
 NOT_REPEATABLE = "not bitwise repeatable"
 
@@ -41,12 +43,14 @@ class Trial:
 
     status    right, wrong, declined
     got       the outputs that a fault of value is about, with the case they belong to
+    given     the outputs that were not all zero
     contract  facts that are legal but worth knowing
     """
 
     recipe: Recipe
     status: str = "right"
     faults: list[Fault] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
     contract: set[str] = field(default_factory=set)
     worst: dict[str, float] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
@@ -64,28 +68,28 @@ class Trial:
 
 def attempt(runner: Runner, recipe: Recipe, *, stop: bool = False) -> Trial:
     """Put a problem to a target; with `stop` only until the first fault."""
+    draws = recipe.draws
     trial = Trial(recipe)
-    first, second = recipe.case(), recipe.case(other=1)
-    earlier: dict[str, NumpyArray | None] = {}
-    results: list[Answer] = []
-    layouts = [arrangement(runner.contract, case) for case in (first, second)]
-    for case, layout, poison in (
-        (first, layouts[0], "number"), (second, layouts[1], "nan"), (first, layouts[0], "number"),
-    ):  # fmt: skip
-        answer = perform(runner, case, poison, trial, layout)
+    cases = {draw: recipe.case(draw) for draw in draws}
+    layouts = {draw: arrangement(runner.contract, case) for draw, case in cases.items()}
+    earlier: Outputs = {}
+    first: Outputs = {}
+    for turn, draw in enumerate(draws):
+        case, poison, last = cases[draw], ("number", "nan")[turn % 2], turn == len(draws) - 1
+        answer = perform(runner, case, poison, trial, layouts[draw])
         if answer is None:
             return trial
-        if len(results) == 2 and same_results(answer.outputs, results[0].outputs):
+        if last and same_results(answer.outputs, first):
             trial.contract.add(REPEATABLE)
         else:
             _judge(runner, case, answer, earlier, poison, trial)
-            if len(results) == 2:
+            if last:
                 trial.contract.add(NOT_REPEATABLE)
-                trial.faults = right_again(trial.faults, trial.got, first, answer.outputs)
+                trial.faults = right_again(trial.faults, trial.got, cases[draws[0]], answer.outputs)
         if stop and trial.faults:
             return trial
         earlier = answer.outputs
-        results.append(answer)
+        first = first or answer.outputs
     return trial
 
 
@@ -110,7 +114,7 @@ def perform(
     memory = runner.arena(layout.nbytes)
     fill(memory, layout, case.inputs, poison)
     before = memory.copy()
-    answer = runner.call(layout, tuple(forms), list(case.inputs))
+    answer = runner.call(layout, tuple(forms), list(case.inputs), anew=trial.calls == 0)
     trial.calls += 1
     if answer.status == "declined" and trial.calls == 1:
         trial.status = "declined"
@@ -138,10 +142,7 @@ def _room(case: Case, name: str, shape: tuple[int, ...], dtype: str) -> NumpyArr
     return np.empty(shape, kind)
 
 
-def _judge(
-    runner: Runner, case: Case, answer: Answer, earlier: dict[str, NumpyArray | None], poison: str,
-    trial: Trial,
-) -> None:  # fmt: skip
+def _judge(runner: Runner, case: Case, answer: Answer, earlier: Outputs, poison: str, trial: Trial) -> None:
     sound = {}
     for name, form in output_forms(case, runner.contract).items():
         if name not in answer.outputs:
@@ -161,12 +162,10 @@ def _judge(
                     _judge_values(runner, rule, name, mine[name], before.get(name), poison, trial)
 
 
-Outputs = dict[str, NumpyArray]
+Arrays = dict[str, NumpyArray]
 
 
-def _parts(
-    case: Case, sound: Outputs, earlier: Mapping[str, NumpyArray | None]
-) -> Iterator[tuple[Case, Outputs, Outputs]]:
+def _parts(case: Case, sound: Arrays, earlier: Outputs) -> Iterator[tuple[Case, Arrays, Arrays]]:
     """A case with its outputs and those of the call before; a large one of RoPE in runs of tokens."""
     spec = case.spec
     before = {n: x for n, x in earlier.items() if x is not None and n in sound and x.shape == sound[n].shape}
@@ -200,6 +199,8 @@ def _judge_values(
     runner: Runner, rule: Standard, name: str, got: NumpyArray, earlier: NumpyArray | None, poison: str,
     trial: Trial,
 ) -> None:  # fmt: skip
+    if got.any():
+        trial.given.add(name)
     if name in trial.got:  # one fault of an output is enough
         return
     ratio = rule.worst(name, got)
@@ -238,8 +239,12 @@ def _allowance(rule: Standard, name: str, got: NumpyArray) -> tuple[str, ...]:
 def _blame_strides(runner: Runner, rule: Standard, name: str, fault: Fault) -> Fault:
     """The fault under another name if the same values in contiguous memory come out right."""
     strided = [n for n, x in rule.case.inputs.items() if x is not None and not _is_plain(x)]
-    if not strided or rule.case.first_token or not _right(runner, rule, name, contiguous(rule.case, strided)):
+    if not strided or rule.case.first_token:
         return fault
+    plain = contiguous(rule.case, strided)
+    for is_plain in IN_TURN:  # or a fault that comes and goes would be laid on the strides
+        if _right(runner, rule, name, plain if is_plain else rule.case) != is_plain:
+            return fault
     alone = [n for n in strided if _right(runner, rule, name, contiguous(rule.case, [n]))]
     words = ", ".join(_layout(n, rule.case.inputs[n]) for n in alone[:1] or strided)
     text = f"{fault.message}; right where that is contiguous: {words}"

@@ -207,3 +207,13 @@ def channels_past_a_tile_added_twice(*arrays):
     hidden = np.array(hidden)
     hidden[..., 256:] *= 2
     return hidden, *weights
+
+
+@planted(WRONG, op="qkv")
+def channels_past_a_tile_off_by_a_millionth(*arrays):
+    """2^-20: more than one product's rounding may be, less than a longer sum's."""
+    hidden, *weights = qkv_backward(*arrays)
+    hidden = np.array(hidden)
+    with np.errstate(all="ignore"):
+        hidden[..., hidden.shape[-1] // 64 * 64 :] *= np.float32(1 + 2**-20)
+    return hidden, *weights

@@ -243,7 +243,7 @@ for title, (index, place, value, words) in PARTS.items():
     planted(WRONG, words)(name(title, part(index, place, value)))
 
 
-@planted(WRONG, "the first batch only")
+@planted(WRONG, "is wrong in one element only, in the first channel, in the first token")
 def one_element_one_percent_off(*arrays):
     results = rope_backward(*arrays)
     results[1][:1, :1, :1, :1] *= np.float32(1.01)
@@ -385,6 +385,27 @@ def two_buffers_in_turn(*arrays):
     return ring[0]
 
 
+def buffers_in_turn(count):
+    """A backward whose results are overwritten by the call after so many others."""
+    rings = {}
+
+    def backward(*arrays):
+        results = rope_backward(*arrays)
+        ring = rings.setdefault(arrays[0].shape + arrays[1].shape, [])
+        if len(ring) < count:
+            ring.append(results)
+            return results
+        ring.append(ring.pop(0))
+        for buffer, result in zip(ring[-1], results, strict=True):
+            buffer[...] = result
+        return ring[-1]
+
+    return backward
+
+
+for _count in (3, 8, 16):
+    planted(OVERWRITTEN)(name(f"{_count}_buffers_in_turn", buffers_in_turn(_count)))
+
 _CACHE = {}
 
 
@@ -412,6 +433,52 @@ _TABLES = {}
 @planted(WRONG)
 def tables_cached_by_shape(gq, gk, q, k, cos, sin):
     c, s = _TABLES.setdefault(cos.shape, (cos.copy(), sin.copy()))
+    return heads(gq, c, s), heads(gk, c, s), *table_sums(gq, gk, q, k)
+
+
+def cached(key, function=rope_backward):
+    """A backward that computes once for every key of its arguments."""
+    kept = {}
+
+    def backward(*arrays):
+        of = key(*arrays)
+        if of not in kept:
+            kept[of] = arrays, function(*arrays)  # the arguments, too: no other object gets their id
+        return tuple(x.copy() for x in kept[of][1])
+
+    return backward
+
+
+def tables_cached(key):
+    """A backward that reads its tables once for every key of them."""
+    kept = {}
+
+    def backward(gq, gk, q, k, cos, sin):
+        c, s, _ = kept.setdefault((key(cos), cos.shape), (cos.copy(), sin.copy(), cos))
+        return heads(gq, c, s), heads(gk, c, s), *table_sums(gq, gk, q, k)
+
+    return backward
+
+
+def address(x):
+    return x.__array_interface__["data"][0]
+
+
+planted("stale output")(name("cached_by_object", cached(lambda *arrays: tuple(map(id, arrays)))))
+planted("stale output")(
+    name("cached_by_address", cached(lambda *arrays: (arrays[1].shape, *map(address, arrays))))
+)
+planted(WRONG)(name("tables_cached_by_object", tables_cached(id)))
+planted(WRONG)(name("tables_cached_by_address", tables_cached(address)))
+
+
+_IDS = {}
+
+
+@planted(WRONG)
+def tables_cached_by_id_alone(gq, gk, q, k, cos, sin):
+    """The object is gone, and another one has its id."""
+    c, s = _IDS.setdefault((id(cos), cos.shape), (cos.copy(), sin.copy()))
     return heads(gq, c, s), heads(gk, c, s), *table_sums(gq, gk, q, k)
 
 

@@ -1,14 +1,16 @@
 """Every planted fault breaks its rule, and its diagnosis names it; right kernels break none."""
 
+import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import qkv_faults  # noqa: F401  plants
 import rope_faults  # noqa: F401  plants
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import qkv_backward, rope_backward
-from planting import PLANTED
+from planting import PLANTED, Planted
 from right_kernels import RIGHT
 
 from ropegrad.verify.assertion import sentences
@@ -46,6 +48,136 @@ def test_a_planted_fault_gets_its_rule_and_its_name(fault):
         assert any(
             words in sentence for words in fault.words for sentence in [*said, *(b.rule for b in broken)]
         ), said
+
+
+def named(function, rule="wrong value", contract=Contract()):  # noqa: B008
+    """Everything that is said of a function that breaks a rule, and of no other."""
+    (one,) = broken = judged(Planted(function, rule, (), contract))
+    assert one.rule == rule, broken
+    return "; ".join(sentence for fault in one.faults for sentence in (fault.message, *fault.names))
+
+
+def scaled(place, factor):
+    """A backward with a part of grad_q scaled."""
+
+    def backward(*arrays):
+        results = list(rope_backward(*arrays))
+        with np.errstate(all="ignore"):
+            results[0][place(results[0])] *= np.float32(factor)
+        return results
+
+    return backward
+
+
+LAST_HEAD, FEW_OF_IT = (lambda x: np.s_[:, -1:]), (lambda x: np.s_[:, -1:, ::3, ::5])
+
+
+def test_an_error_of_a_few_bounds_is_not_as_small_as_float16_s():
+    said = named(scaled(lambda x: np.s_[:], 1 + 4e-7), "below the promised precision")
+    assert "effective bits" in said
+    assert "as accurate as" not in said
+
+
+@pytest.mark.parametrize("place", [LAST_HEAD, FEW_OF_IT, lambda x: np.s_[..., ::7, 1:2]])
+def test_a_small_error_in_a_part_is_a_wrong_value_and_no_precision(place):
+    assert "as accurate as" not in named(scaled(place, 1 + 1e-4))
+
+
+def test_a_place_is_named_only_if_all_of_it_is_wrong():
+    assert "is wrong in the last head only" in named(scaled(LAST_HEAD, 1.5))
+    said = named(scaled(FEW_OF_IT, 0))
+    assert "where it is wrong, it is zero" in said
+    assert "% of the elements in the last head, in none elsewhere" in said
+    assert "in the last head only" not in said
+    said = named(scaled(lambda x: np.s_[:, 1:, ::3, ::5], 1.5))
+    assert "% of the elements in every head after the first, in none elsewhere" in said
+
+
+def test_scattered_elements_have_no_place():
+    def backward(*arrays):
+        results = list(rope_backward(*arrays))
+        flat = results[0].reshape(-1)
+        flat[7::97] *= np.float32(1.5)
+        return flat.reshape(results[0].shape), *results[1:]
+
+    assert "is wrong in about 1 % of the elements" in named(backward)
+
+
+@pytest.mark.parametrize("least", [1e-30, 1e-25])
+def test_small_gradients_that_are_flushed_are_not_missing(least):
+    def backward(*arrays):
+        with np.errstate(all="ignore"):
+            return [np.where(np.abs(x) < least, np.float32(0) * x, x) for x in rope_backward(*arrays)]
+
+    assert "loses small though normal numbers" in named(backward)
+
+
+def test_what_is_not_rotated_is_not_of_the_other_pairing():
+    """v's gradients, in bfloat16 products: any pairing gives the same."""
+    bfloat16 = next(one for one in PLANTED if one.name == "bfloat16_under_high")
+    assert "pairing" not in str([fault.names for one in judged(bfloat16) for fault in one.faults])
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        (lambda h, q, k, v: (h, np.concatenate([q, k, v]), k, v), "that is of q, k and v packed in one"),
+        (lambda h, q, k, v: (h, q.T, k, v), "the axes are in another order"),
+        (lambda h, q, k, v: (h, h.copy(), k, v), "that is the shape of hidden_states"),
+        (lambda h, q, k, v: (x for x in (h, q, k, v)), "the result is a generator, not a tuple of arrays"),
+    ],
+)
+def test_results_of_another_form_are_named(results, words):
+    recipe = Recipe(Contract(op="qkv").spec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8,
+                                            hidden_size=24))  # fmt: skip
+    runner = Here(lambda *arrays: results(*qkv_backward(*arrays)), Contract(op="qkv"))
+    (fault,) = attempt(runner, recipe).faults
+    assert fault.rule == "wrong shape, dtype or device"
+    assert words in fault.message
+
+
+def test_a_target_that_takes_one_packed_weight_is_told_what_it_is_given():
+    contract = Contract(op="qkv")
+    recipe = Recipe(
+        contract.spec(batch=1, heads=1, kv_heads=1, seq=1, head_dim=2, rotary_dim=2, hidden_size=1)
+    )
+    (fault,) = attempt(Here(lambda gq, gk, gv, x, qkv_weight, cos, sin: None, contract), recipe).faults
+    assert "it is called with 9 arguments: grad_query, " in fault.message
+    assert "weights are not packed in one" in fault.message
+
+
+def every(number):
+    """A backward that is wrong in every so manieth call."""
+    count = itertools.count(1)
+
+    def backward(*arrays):
+        results = rope_backward(*arrays)
+        results[0][...] *= np.float32(1.5 if next(count) % number == 0 else 1)
+        return results
+
+    return backward
+
+
+@pytest.mark.parametrize("number", [7, 11, 13, 29, 31, 53])
+def test_a_fault_that_comes_and_goes_has_no_excuse(number):
+    seen = examine(
+        Here(every(number), Contract()), battery(Contract(), Domain()), Domain(), lambda what: None
+    )
+    (one,) = seen.broken
+    assert one.rule == "wrong value"
+    assert not one.excuses
+    assert not one.steady
+    assert "not every time: the same problem was right when it was put again" in sentences(seen)
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_a_fault_that_comes_and_goes_is_not_laid_on_strides(number):
+    runner = Here(every(number), Contract())
+    spec = Contract().spec(batch=2, heads=4, kv_heads=2, seq=5, head_dim=8, rotary_dim=8)
+    rules = {
+        f.rule for seed in range(8) for f in attempt(runner, Recipe(spec, seed, memory="transposed")).faults
+    }
+    assert rules == {"wrong value"}
 
 
 @pytest.mark.parametrize("tile", [16, 64, 128])
