@@ -2,9 +2,12 @@
 
 import dataclasses
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -141,6 +144,8 @@ def test_concurrent_calls_do_not_disturb_each_other():
 # In a process of its own: where JAX is loaded, it warns of every fork().
 FORK = """
 import multiprocessing
+import os
+import signal
 import numpy as np
 import ropegrad as rg
 
@@ -167,6 +172,22 @@ def test_a_forked_child_computes_after_its_parent_did():
         [sys.executable, "-c", FORK], capture_output=True, text=True, check=True, timeout=90
     )
     assert done.stdout.split() == ["0", "True"]
+
+
+def test_an_interrupted_call_waits_for_its_threads():
+    """They write to arrays that the interrupted caller would let go."""
+    main, ended = threading.current_thread(), []
+
+    def work():
+        if threading.current_thread() is not main:
+            time.sleep(0.5)
+            ended.append(True)
+
+    interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        numba_call._together(work, 3)
+    assert ended == [True, True]
 
 
 def test_an_error_on_any_thread_reaches_the_caller(monkeypatch):

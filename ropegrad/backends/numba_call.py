@@ -136,7 +136,7 @@ def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grad
     size = rows * zero.itemsize + 2 * loop.BUFFER
     counter = np.zeros(1, np.int64)
 
-    def share() -> None:
+    def share(held: object = (sides, inputs, grads)) -> None:  # which the loop knows by address alone
         scratch = np.empty(size + LINE, np.uint8)
         address = -(-scratch.ctypes.data // LINE) * LINE
         loop.run(problem, *operands, counter.ctypes.data, plan.jobs, step, address, zero)
@@ -145,11 +145,13 @@ def run(loop: Any, plan: Plan, sides: tuple[Operands, ...], inputs: Inputs, grad
 
 
 def _together(work: Callable[[], None], workers: int) -> None:
-    """Do it on so many threads, this one among them; raise what was raised on another.
+    """Do it on so many threads, this one among them; raise what was raised on any, once all have ended.
 
     Of the low-level kind: a `threading.Thread` is waited for before it has begun.
     """
     failures: list[BaseException] = []
+    running: list[_thread.LockType] = []
+    ended: list[_thread.LockType] = []
 
     def other(done: _thread.LockType) -> None:
         try:
@@ -157,9 +159,9 @@ def _together(work: Callable[[], None], workers: int) -> None:
         except BaseException as failure:
             failures.append(failure)
         finally:
+            ended.append(done)
             done.release()
 
-    running: list[_thread.LockType] = []
     try:
         for _ in range(workers - 1):
             done = _thread.allocate_lock()
@@ -169,9 +171,13 @@ def _together(work: Callable[[], None], workers: int) -> None:
         work()
     finally:
         for done in running:
-            done.acquire()
-    for failure in failures:
-        raise failure
+            while done not in ended:  # they write to the caller's arrays: Ctrl-C must not free these
+                try:
+                    done.acquire(timeout=0.1)
+                except BaseException as failure:
+                    failures.append(failure)
+    for first in failures:
+        raise first
 
 
 def _side(loop: Any, plan: Plan, *arrays: NumpyArray | None) -> Any:
