@@ -19,7 +19,8 @@ from ropegrad.backends.cupy_tensor import CupyTensor
 from ropegrad.backends.qkv_access import standing_of
 from ropegrad.backends.qkv_instance import ENTRIES, Instance
 from ropegrad.backends.qkv_launch import Fill, Placed, Room, prepare
-from ropegrad.backends.qkv_workspace import workspace
+from ropegrad.backends.qkv_status import STATE
+from ropegrad.backends.qkv_workspace import CUBLAS, maxima_of, terms, workspace
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
 from ropegrad.verify import bounds
 from ropegrad.verify.cases import qkv_edge_cases
@@ -33,7 +34,18 @@ if shim.why_not() is not None:
     skip(shim.why_not())
 need("cupy", "compile")
 
-from tensor_on_cpu import DTYPES, PLAIN, Launching, compile_all, on_cpu, place, prepared, run, whole  # noqa: E402
+from tensor_on_cpu import (  # noqa: E402
+    DTYPES,
+    PLAIN,
+    Launching,
+    compile_all,
+    execute,
+    on_cpu,
+    place,
+    prepared,
+    run,
+    whole,
+)
 from wide_ranges import KINDS, ROPE, SPEC, wide_case  # noqa: E402
 
 ORDERS = st.integers(0, 2**16)
@@ -186,10 +198,29 @@ def test_outliers_are_served_by_the_exact_scale(two_terms, name):
     where = (0, 1, 190, 3) if name == "grad_value" else (..., 190, slice(None))
     x[where] *= 600 / np.abs(x[where]).max()
     case = replace(case, inputs=case.inputs | {name: x})
-    grads, state = whole(case)
+    arrays, memory, steps = prepared(case, PLAIN)
+    execute(case.spec, steps, [*arrays.values(), memory[: memory.size - CUBLAS]], PLAIN)
+    state = memory[: STATE.itemsize].view(STATE)[0]
     assert not state["recompute"].any()
     assert list(state["again"]) == ([0, 1, 0] if name == "hidden_states" else [1, 0, 0])
-    assert check(case, lambda case: grads).passed
+    assert check(case, lambda case: {name: arrays[name] for name in case.outputs}).passed
+    # Nothing was tallied twice: elements that are not zero, which here are all.
+    spec, start = case.spec, workspace(case.spec).offsets["maxima"]
+    depths = 256, spec.tokens, spec.tokens, 256
+    for length, depth in zip(maxima_of(spec), depths, strict=False):
+        tallies = memory[start : start + 4 * length].view(np.uint32)
+        assert set(tallies[tallies > 0] >> 16) == {depth}
+        start += 4 * length
+
+
+def test_which_sums_take_two_terms():
+    def taken(tokens, hidden_size=32, precision="highest"):
+        rope = replace(LONG, heads=16, kv_heads=8, head_dim=16, rotary_dim=16, seq=tokens)
+        return terms(QkvSpec(rope=rope, hidden_size=hidden_size, precision=precision))  # 512 columns of D
+
+    assert [taken(tokens) for tokens in (511, 512, 65_535, 65_536)] == [0, 2, 2, 0]
+    assert taken(512, hidden_size=65_536) == 0  # a tally has 16 bits for its counts
+    assert taken(512, precision="high") == taken(65_536, precision="medium") == 1
 
 
 @pytest.mark.parametrize("kind", ["tokens", "heads", "reciprocal rows"])
