@@ -25,7 +25,8 @@ import numpy as np
 
 from ropegrad.backends.cublas import multiply
 from ropegrad.backends.cublas_narrow import Narrow
-from ropegrad.backends.cupy_tensor import execute, multiprocessors, place
+from ropegrad.backends.cupy_tensor import execute, place, processor
+from ropegrad.backends.hopper import Both
 from ropegrad.backends.qkv_launch import Fill, Launch, Room, Steps, prepare
 from ropegrad.backends.qkv_workspace import workspace
 from ropegrad.bench import device as devices
@@ -73,7 +74,7 @@ def bind(spec: QkvSpec, inputs: Arrays) -> Bound:
     room = cupy.empty(workspace(spec).size, cupy.uint8)
     placed = {name: place(x) for name, x in (inputs | outputs).items()}
     at = Room(room.data.ptr, room.data.ptr)
-    return Bound(spec, prepare(spec, placed, at, multiprocessors(0)), (inputs, outputs, room))
+    return Bound(spec, prepare(spec, placed, at, processor(0)), (inputs, outputs, room))
 
 
 def case_of(name: str, spec: QkvSpec) -> Case:
@@ -149,8 +150,9 @@ def tune(name: str, spec: QkvSpec, given: argparse.Namespace) -> list[dict[str, 
             if not kind:
                 for call in bound:
                     call()  # the products alone then find operands and alpha
+                products = (Fill, Both) if precision == "highest" else (Narrow,)
                 contenders[f"{precision}, pass alone"] = [call.only(Fill, Launch) for call in bound]
-                contenders[f"{precision}, products alone"] = [call.only(Narrow) for call in bound]
+                contenders[f"{precision}, products alone"] = [call.only(*products) for call in bound]
     lines = []
     for protocol in PROTOCOLS:
         for key, taken in measure(contenders, protocol, l2=here.l2, samples=given.samples).items():

@@ -16,9 +16,10 @@ from ropegrad import qkv_plan
 from ropegrad.arrays import numpy_dtype
 from ropegrad.backends import cublas, cupy_tensor, qkv_launch
 from ropegrad.backends.cublas_narrow import Narrow
+from ropegrad.backends.hopper import Both
 from ropegrad.backends.qkv_access import Placed, standing_of
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance, kernel_text
-from ropegrad.backends.qkv_launch import Launch, Room, Steps, prepare
+from ropegrad.backends.qkv_launch import Launch, Processor, Room, Steps, prepare
 from ropegrad.backends.qkv_status import STATE, status_of
 from ropegrad.backends.qkv_workspace import CUBLAS, operand, workspace
 from ropegrad.spec import QkvSpec
@@ -36,7 +37,7 @@ class Launching:
 
     order: of threads. fault: text of the kernels and what stands in its place. into: outputs lie in every
     second row of larger arrays. flushes: the products' results lose subnormals, as a GPU's may. widest:
-    channels an access.
+    channels an access. hopper: the GPU that is stood in for.
     """
 
     order: int = 0
@@ -44,6 +45,7 @@ class Launching:
     into: bool = False
     flushes: bool = False
     widest: int = 8
+    hopper: bool = False
 
 
 PLAIN = Launching()
@@ -75,7 +77,7 @@ def prepared(case: Case, launching: Launching = PLAIN) -> tuple[Arrays, NumpyArr
     memory = shim.empty(size, np.uint8)
     with mock.patch.object(qkv_launch, "vectors", functools.partial(_narrower, launching.widest)):
         at = memory.__array_interface__["data"][0]
-        return arrays, memory, prepare(spec, placed, Room(at, at), 2)
+        return arrays, memory, prepare(spec, placed, Room(at, at), Processor(2, launching.hopper))
 
 
 _vectors = qkv_launch.vectors
@@ -106,6 +108,8 @@ def execute(spec: QkvSpec, steps: Steps, arrays: list[NumpyArray], launching: La
             kernels[step.entry]((step.grid,), block, given, arrays=arrays, order=launching.order)
         elif isinstance(step, Narrow):
             multiply(step, operand(spec), launching.flushes)
+        elif isinstance(step, Both):
+            multiply_both(step)
         else:
             _at(step.address, (step.size,), (1,), np.uint8)[...] = 0
 
@@ -124,6 +128,27 @@ def multiply(p: Narrow, name: str, flushes: bool) -> None:
     if flushes and dtype != np.float32:  # tensor cores may, float32's units do not
         made[np.abs(made) < 2.0**-126] = 0
     out[...] = made
+
+
+def multiply_both(step: Both) -> None:
+    """What qkv_multiply.cu computes, at these addresses."""
+    arguments, results = step.parameters
+    state = _at(arguments[-1], (1,), (STATE.itemsize,), STATE)[0]
+    terms = [_at(m.address, m[1:3], (m.pitch, 2), np.float16).astype(np.float64) for m in step.maps]
+    d, x, w = ((terms[i], terms[i + 1]) for i in (0, 2, 4))
+    at, columns = 0, arguments[15:18]
+    outs = [(0, results[0], d, w)]
+    for address, count in zip(results[1:], columns, strict=True):
+        outs.append((1, address, tuple(one.T[at : at + count] for one in d), x))
+        at += count
+    for product, address, left, right in outs:
+        if not address or state["recompute"][product]:
+            continue
+        with np.errstate(all="ignore"):
+            small = left[0] @ right[1] + left[1] @ right[0]
+            made = ((left[0] @ right[0] + small / 2**11) * state["alpha"][product]).astype(np.float32)
+            out = _at(address, made.shape, (4 * made.shape[1], 4), np.float32)
+            out[...] = made + out if step.entry == "qkv_multiply_add" else made
 
 
 def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> NumpyArray:
@@ -193,6 +218,10 @@ class Device:
         assert stream == STREAM
         ctypes.memset(address, value, size)
 
+    def both(self, step: Both) -> None:
+        self.called.append(step.entry)
+        multiply_both(step)
+
     # ---- cuBLAS
 
     def cublasSetStream_v2(self, handle: Any, stream: Any) -> int:
@@ -234,7 +263,7 @@ def place(x: NumpyArray) -> Placed:
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[Device]:
+def on_cpu(hopper: bool = False) -> Iterator[Device]:
     """The backend without a device: its own Python, its own kernels."""
     import cupy
     import cupy.cuda.device
@@ -250,7 +279,8 @@ def on_cpu() -> Iterator[Device]:
             (cupy.cuda.device, "get_cublas_handle", lambda: HANDLE),
             (cupy.cuda.driver, "launchKernel", device.launch),
             (cublas, "_library", lambda: device),
-            (cupy_tensor, "multiprocessors", lambda number: 2),
+            (cupy_tensor, "processor", lambda number: Processor(2, hopper)),
+            (cupy_tensor.hopper, "multiply", device.both),
             (cupy_tensor, "device_of", lambda inputs: nowhere()),
             (cupy_tensor, "place", place),
             (cupy_tensor, "compiled", device.compiled),

@@ -8,6 +8,7 @@ need("cupy", "compile")
 import offline_compile as offline  # noqa: E402
 from test_compile import CUDAS, TARGETS, need_nvrtc  # noqa: E402
 
+from ropegrad.backends import hopper  # noqa: E402
 from ropegrad.backends.qkv_instance import ENTRIES, Instance, kernel_text  # noqa: E402
 
 MOST_REGISTERS = {"qkv_convert": 128, "qkv_mend": 128}  # blocks of 512 and twice 256; those of 1024 have 64
@@ -62,3 +63,16 @@ def test_the_usual_instances(cuda, arch):
 def test_every_kind_of_instance(cuda, arch):
     for start in range(0, len(MORE), 8):
         compiled(cuda, arch, MORE[start : start + 8])
+
+
+@CUDAS
+def test_products_on_hopper(cuda):
+    """Two warpgroups take 232 registers a thread, one 40: what all start with is 168 for 384 threads."""
+    need_nvrtc(cuda)
+    made = offline.compile_program(cuda, "sm_90a", hopper.text())
+    assert {one.kernel for one in made} == {"qkv_multiply", "qkv_multiply_add"}
+    for one in made:
+        assert [fault for fault in one.faults() if fault != MEANT] == []
+        assert one.registers == 168
+        assert one.shared + hopper.SHARED <= 227 << 10
+        assert one.ptx.count("wgmma.mma_async") == 2 * 3 * hopper.BOX // 16

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 import ropegrad as rg
 from ropegrad.backends import cupy_tensor, qkv_workspace
+from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.cupy_tensor import CupyTensor
+from ropegrad.backends.hopper import Both
 from ropegrad.backends.qkv_access import standing_of
 from ropegrad.backends.qkv_instance import ENTRIES, Instance
-from ropegrad.backends.qkv_launch import Fill, Placed, Room, prepare
+from ropegrad.backends.qkv_launch import Fill, Placed, Processor, Room, prepare
 from ropegrad.backends.qkv_status import STATE
 from ropegrad.backends.qkv_workspace import CUBLAS, maxima_of, terms, workspace
 from ropegrad.spec import QKV_NEEDS, QkvSpec, RopeSpec
@@ -72,7 +74,7 @@ def precision(request, monkeypatch):
 def test_edge_cases(precision):
     dtypes = DTYPES if precision == "high" else ("float32",)
     turns = [
-        (promised(case, precision), Launching(order=i, into=bool(i % 2), widest=1))
+        (promised(case, precision), Launching(order=i, into=bool(i % 2), widest=1, hopper=bool(i // 2 % 2)))
         for i, case in enumerate(qkv_edge_cases())
         if case.spec.rope.dtype in dtypes
     ]
@@ -101,9 +103,10 @@ def any_problem(examples, precision, dtypes, widest):
     @settings(max_examples=examples)
     @given(
         case=cases(qkv_specs(dtypes=dtypes), memory), into=st.booleans(), flushes=st.booleans(), order=ORDERS,
+        hopper=st.booleans(),
     )  # fmt: skip
-    def body(case, into, flushes, order):
-        judge(promised(case, precision), Launching(order, None, into, flushes, widest))
+    def body(case, into, flushes, order, hopper):
+        judge(promised(case, precision), Launching(order, None, into, flushes, widest, hopper))
 
     body()
 
@@ -126,7 +129,7 @@ def test_no_range_breaks_the_promise(kind, precision):
     for seed in range(4):
         values = "sparse" if seed % 2 else "normal"  # sums so short that their bounds are sharp
         case = promised(wide_case(kind, seed, values=values), precision)
-        judge(case, Launching(order=seed, flushes=seed > 1, widest=1))
+        judge(case, Launching(order=seed, flushes=seed > 1, widest=1, hopper=seed in (1, 2)))
 
 
 def componentwise(case, launching):
@@ -182,6 +185,44 @@ def two_terms(monkeypatch):
 LONG = replace(ROPE, batch=1, seq=384, head_dim=32, rotary_dim=32, table_batch=1)  # 256 columns
 
 
+def changed(spec, **words):
+    return replace(spec, rope=replace(spec.rope, **words))
+
+
+@pytest.mark.parametrize(
+    ("spec", "into", "entry"),
+    [
+        (SPEC, False, "qkv_multiply"),
+        (changed(SPEC, accumulate=True), False, "qkv_multiply_add"),
+        (replace(SPEC, needs=("hidden_states",)), False, "qkv_multiply"),
+        (replace(SPEC, needs=("q_weight", "v_weight")), False, "qkv_multiply"),
+        (replace(SPEC, needs=QKV_NEEDS), False, "qkv_multiply"),
+        (replace(SPEC, needs=("hidden_states", "k_weight")), False, None),  # it would make all three weights'
+        (replace(SPEC, hidden_size=33), False, None),  # pairs of results are written
+        (changed(SPEC, dtype="bfloat16"), False, None),
+        (SPEC, True, None),
+    ],
+)
+def test_what_one_launch_on_hopper_makes(two_terms, spec, into, entry):
+    case = promised(make_case(spec, 1), "highest")
+    for hopper in (False, True):
+        launching = Launching(widest=1, into=into, hopper=hopper)
+        steps = prepared(case, launching)[2].steps
+        launched = [step.entry for step in steps if isinstance(step, Both)]
+        assert launched == ([entry] if hopper and entry else [])
+        assert any(isinstance(step, Narrow) for step in steps) == (not launched)
+        judge(case, launching)
+
+
+def test_the_public_call_on_hopper(two_terms):
+    case = make_case(two_terms, 1)
+    with on_cpu(hopper=True) as device:
+        verdict = check(case, functools.partial(run_backend, backend="cupy_tensor"))
+    assert verdict.passed, verdict.findings
+    assert device.called.count("qkv_multiply") == 1
+    assert device.called.count("product") == 0
+
+
 @pytest.mark.parametrize("values", ["normal", "tiny_gradients"])
 def test_ordinary_data_are_served_by_two_terms(two_terms, values):
     case = make_case(replace(two_terms, rope=LONG), 1, values=values)
@@ -218,7 +259,7 @@ def test_which_sums_take_two_terms():
         rope = replace(LONG, heads=16, kv_heads=8, head_dim=16, rotary_dim=16, seq=tokens)
         return terms(QkvSpec(rope=rope, hidden_size=hidden_size, precision=precision))  # 512 columns of D
 
-    assert [taken(tokens) for tokens in (511, 512, 65_535, 65_536)] == [0, 2, 2, 0]
+    assert [taken(tokens) for tokens in (255, 256, 65_535, 65_536)] == [0, 2, 2, 0]
     assert taken(512, hidden_size=65_536) == 0  # a tally has 16 bits for its counts
     assert taken(512, precision="high") == taken(65_536, precision="medium") == 1
 
@@ -440,8 +481,9 @@ def test_no_fill_crosses_from_one_output_into_its_neighbour():
             at, shape, tuple(4 * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
         )
         at += 4 * int(np.prod(shape))
-    filled = {step.address: step.size for step in prepare(spec, outputs, Room(256, 256), 1).steps
-              if isinstance(step, Fill) and step.address >= 1 << 20}  # fmt: skip
+    steps = prepare(spec, outputs, Room(256, 256), Processor(1, False)).steps
+    fills = (step for step in steps if isinstance(step, Fill))
+    filled = {step.address: step.size for step in fills if step.address >= 1 << 20}
     weights = [outputs[f"grad_{part}_weight"] for part in "qkv"]
     assert filled == {one.address: 4 * int(np.prod(one.shape)) for one in weights}
 

@@ -1,4 +1,4 @@
-"""Gradients of the QKV projections by one memory pass and two cuBLAS products, at every promise.
+"""Gradients of the QKV projections by one memory pass and two products, at every promise.
 
 The pass (kernels/qkv_pass.cu) undoes RoPE and lays the gradients out as one matrix: in float32 for IEEE
 products, or, with hidden states and weights, as scaled 16-bit numbers for tensor cores, as accurate as TF32
@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 
 from ropegrad.arrays import Array, numpy_dtype
+from ropegrad.backends import hopper
 from ropegrad.backends.base import Inputs, Outputs
 from ropegrad.backends.cublas_narrow import Narrow, multiply_narrow
 from ropegrad.backends.cupy_plain import CupyPlain
 from ropegrad.backends.qkv_access import Placed, standing_of, vectors
 from ropegrad.backends.qkv_instance import ENTRIES, THREADS, Instance
 from ropegrad.backends.qkv_launch import (
+    PROMOTED,
     SHORT,
     Fill,
     Launch,
+    Processor,
     Room,
     Steps,
     prepare,
@@ -122,8 +125,10 @@ def describe(spec: QkvSpec, widths: tuple[int, int]) -> list[str]:
     if terms(spec) == 2:
         return [
             "one pass of qkv_pass.cu writes rotated gradients, hidden states and weights as two float16 "
-            f"numbers an element, {accesses}; cuBLAS makes three products for one, and float32 takes over "
-            f"from tensor cores every {SHORT} terms of the sums",
+            f"numbers an element, {accesses}; three products are made for one",
+            "on Hopper (sm_90a), where results are float32, contiguous, an even number a row, one launch of "
+            f"qkv_multiply.cu makes them; float32 takes over from tensor cores every {PROMOTED} terms",
+            f"elsewhere cuBLAS makes them, and float32 takes over every {SHORT} terms",
             "one scale for a matrix, a power of two guessed from 256 elements; on the device, the small "
             "elements of rows and columns are counted: where they could be seen in a result, the product is "
             "computed anew in float32",
@@ -191,9 +196,9 @@ def needed(spec: QkvSpec, arrays: Memory) -> int:
 
 
 @functools.lru_cache(MOST_CALLS)
-def prepared(spec: QkvSpec, arrays: Memory, room: Room, multiprocessors: int) -> Steps:
+def prepared(spec: QkvSpec, arrays: Memory, room: Room, processor: Processor) -> Steps:
     """As `prepare`, which takes the host longer than a small problem takes the GPU."""
-    return prepare(spec, dict(arrays), room, multiprocessors)
+    return prepare(spec, dict(arrays), room, processor)
 
 
 def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) -> Array | None:
@@ -214,18 +219,19 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
             f"the workspace has {memory.nbytes} bytes at address {at}: this call needs {size} "
             f"at a multiple of {ALIGNED}"
         )
-    count = multiprocessors(cupy.cuda.runtime.getDevice())
-    execute(prepared(spec, placed, Room(at, state_at), count), spec)
+    device = processor(cupy.cuda.runtime.getDevice())
+    execute(prepared(spec, placed, Room(at, state_at), device), spec)
     return state if terms(spec) and any(products_of(spec)) else None
 
 
 @functools.cache
-def multiprocessors(device: int) -> int:
-    """Of a device."""
+def processor(device: int) -> Processor:
+    """A device's."""
     import cupy
 
     runtime = cupy.cuda.runtime
-    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
+    count = int(runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device))
+    return Processor(count, hopper.is_hopper(device))
 
 
 def execute(steps: Steps, spec: QkvSpec) -> None:
@@ -236,6 +242,8 @@ def execute(steps: Steps, spec: QkvSpec) -> None:
     for step in steps.steps:
         if isinstance(step, Launch):
             launch(kernels[step.entry], step)
+        elif isinstance(step, hopper.Both):
+            hopper.multiply(step)
         elif isinstance(step, Narrow):
             multiply_narrow(step, operand(spec), steps.cublas, CUBLAS)
         else:

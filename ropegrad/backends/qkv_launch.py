@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from ropegrad.arrays import nbytes
 from ropegrad.backends.cublas_narrow import Narrow
-from ropegrad.backends.qkv_access import Placed, standing_of, vectors
+from ropegrad.backends.hopper import Both, Matrix
+from ropegrad.backends.qkv_access import Placed, dense, standing_of, vectors
 from ropegrad.backends.qkv_arguments import arguments, inner_of, token_rows
 from ropegrad.backends.qkv_instance import Instance
 from ropegrad.backends.qkv_workspace import (
@@ -32,7 +33,8 @@ from ropegrad.errors import SpecError
 from ropegrad.spec import QkvSpec
 
 CHAIN = 16_384  # products that a tensor core may add before float32 takes over
-SHORT = 512  # the same for the first terms of float32 numbers: a tensor core cuts off where float32 rounds
+SHORT = 256  # the same for the first terms of float32 numbers: a tensor core cuts off where float32 rounds
+PROMOTED = 64  # the same in qkv_multiply.cu
 _ALPHA, _ONE, _ZERO, _FURTHER = 56, 64, 68, 104  # bytes into the struct State
 _BEFORE_HIDDEN, _BEFORE_WEIGHTS, _LAST = range(3)  # turns of `mend`
 _NOTHING = (0,) * 11  # the struct Finish of qkv_pass.cu
@@ -59,7 +61,7 @@ class Fill(NamedTuple):
     size: int
 
 
-Step = Launch | Narrow | Fill
+Step = Launch | Narrow | Both | Fill
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,21 @@ class Room(NamedTuple):
     state: int
 
 
-def prepare(spec: QkvSpec, arrays: dict[str, Placed], room: Room, multiprocessors: int) -> Steps:
+class Processor(NamedTuple):
+    """A GPU: how many multiprocessors, and whether they are Hopper's."""
+
+    multiprocessors: int
+    hopper: bool
+
+
+def prepare(spec: QkvSpec, arrays: dict[str, Placed], room: Room, processor: Processor) -> Steps:
     """The steps for these inputs and outputs by name.
 
     Raises SpecError for arrays that no GPU can read.
     """
     for name, one in arrays.items():
         _judge(spec, name, one)
-    problem = _Problem(spec, arrays, room, multiprocessors)
+    problem = _Problem(spec, arrays, room, processor)
     return Steps(problem.instance, tuple(problem.all_steps()), problem.block("cublas"))
 
 
@@ -127,7 +136,7 @@ class _Problem:
     spec: QkvSpec
     arrays: dict[str, Placed]
     room: Room
-    multiprocessors: int
+    processor: Processor
 
     @property
     def standing(self) -> Standing:
@@ -153,8 +162,10 @@ class _Problem:
             if terms(self.spec):
                 yield Fill(self.block("maxima"), 4 * sum(maxima_of(self.spec)))
             for _ in range(2 if terms(self.spec) == 2 else 1):  # again, where the first scale did not fit
-                yield Launch("qkv_convert", self.multiprocessors, (arguments,))
+                yield Launch("qkv_convert", self.processor.multiprocessors, (arguments,))
             yield from self._mend(arguments, _BEFORE_HIDDEN)
+            if self.own:
+                yield self._both(arguments)
             if hidden:
                 yield from self._hidden(arguments)
             else:
@@ -163,13 +174,32 @@ class _Problem:
                 yield from self._weights(arguments)
         yield from self._biases()
 
+    @property
+    def own(self) -> bool:
+        """Whether qkv_multiply.cu multiplies: pairs of results, into all of D's columns or none."""
+        spec = self.spec
+        wanted = [need for need in spec.needs if not need.endswith("_bias")]
+        return (
+            self.processor.hopper
+            and terms(spec) == 2
+            and spec.rope.dtype == "float32"
+            and self._columns % 2 == 0
+            and len(wanted) - ("hidden_states" in wanted) in (0, len(parts_of(spec)))
+            and all(dense(self.arrays[f"grad_{need}"], 4, 8) for need in wanted)
+        )
+
+    @property
+    def aside(self) -> tuple[str, ...]:
+        """Needs whose product stands in the workspace at first."""
+        return () if self.own else self.standing.aside
+
     # ---- the pass ------------------------------------------------------------------------------------------
 
     def _mend(
         self, arguments: array[int], turn: int, finish: tuple[int, ...] = _NOTHING, busy: bool = False
     ) -> Iterator[Step]:
         """What is normally nothing, unless `busy`, and without scales nothing for certain."""
-        grid = _MENDERS[busy] * self.multiprocessors
+        grid = _MENDERS[busy] * self.processor.multiprocessors
         if busy or terms(self.spec) == 1 or (terms(self.spec) and finish is not _NOTHING):
             yield Launch("qkv_mend", grid, (arguments, array("q", finish), array("q", [turn])))
 
@@ -178,13 +208,32 @@ class _Problem:
     def _hidden(self, arguments: array[int]) -> Iterator[Step]:
         spec, width = self.spec, width_of(self.spec, parts_of(self.spec))
         out = self.arrays["grad_hidden_states"]
-        aside = "hidden_states" in self.standing.aside
+        aside = "hidden_states" in self.aside
         at = self.block("product") if aside else out.address
         left = self._operand("d", spec.tokens, width)
         right = self._right("weights", f"{parts_of(spec)[0]}_weight", "w", width)
-        yield from self._product(0, left, right, at, spec.tokens, width)
+        if not self.own:
+            yield from self._product(0, left, right, at, spec.tokens, width)
         finish = at, *token_rows(out), spec.tokens, self._columns, inner_of(spec), 0, 0, int(not aside)
         yield from self._mend(arguments, _BEFORE_WEIGHTS, finish, aside)
+
+    def _both(self, arguments: array[int]) -> Both:
+        spec, columns, width = self.spec, self._columns, width_of(self.spec, parts_of(self.spec))
+        hidden, weights = products_of(spec)
+        d = ("d", spec.tokens, width)  # in the place of what no product reads
+        sizes = (d, ("x", spec.tokens, columns) if weights else d, ("w", width, columns) if hidden else d)
+        operands = [(self._operand(block, rows, count), rows, count) for block, rows, count in sizes]
+        maps = tuple(
+            Matrix(one.term(number), rows, count, one.pitch)
+            for one, rows, count in operands
+            for number in range(2)
+        )
+        outs = [
+            self.arrays.get(f"grad_{need}") for need in ("hidden_states", *(f"{p}_weight" for p in "qkv"))
+        ]
+        results = array("q", [0 if out is None else out.address for out in outs])
+        entry = "qkv_multiply_add" if spec.accumulate else "qkv_multiply"
+        return Both(entry, self.processor.multiprocessors, (arguments, results), maps)
 
     def _right(self, name: str, array: str, block: str, rows: int) -> _Operand:
         """A copy, or the array as it is."""
@@ -203,7 +252,8 @@ class _Problem:
         for first, rows, out, aside in self._runs(parts):
             at = self.block("product") if aside else out.address
             part = replace(left, address=left.address + item(spec) * first)
-            yield from self._product(1, part, right, at, rows, spec.tokens)
+            if not self.own:
+                yield from self._product(1, part, right, at, rows, spec.tokens)
             to = (out.address, 0, *(out.strides if aside else (4 * self._columns, 4)))
             finish = at, *to, rows, self._columns, max(rows, 1), 1, first, int(not aside)
             if rows and self._columns:
@@ -220,7 +270,7 @@ class _Problem:
         for part in parts:
             rows, need = self.spec.rows(part), f"{part}_weight"
             if need in self.spec.needs:
-                out, aside = self.arrays[f"grad_{need}"], need in self.standing.aside
+                out, aside = self.arrays[f"grad_{need}"], need in self.aside
                 if (
                     self.spec.tokens
                     and runs

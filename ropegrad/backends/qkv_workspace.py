@@ -12,7 +12,7 @@ from ropegrad.spec import QkvSpec
 ALIGNED = 256  # bytes, of every block
 CUBLAS = 32 << 20  # what NVIDIA recommends for sm_90; less elsewhere
 STATE = 256  # the struct State of qkv_inputs.cuh
-LEAST, MOST = 512, 1 << 16  # products of a sum, for operands in two terms
+LEAST, MOST = 256, 1 << 16  # products of a sum, for operands in two terms
 
 
 class Standing(NamedTuple):

@@ -33,10 +33,12 @@ DECIDES: dict[str, tuple[str, ...]] = {
     ),
     "cupy_tensor": (
         "backends/cupy_tensor.py",
+        "backends/hopper.py",
         "backends/qkv_*.py",
         "backends/cublas*.py",
         "backends/kernels/numbers.cuh",
         "backends/kernels/memory.cuh",
+        "backends/kernels/hopper.cuh",
         "backends/kernels/qkv_*",
         *_TIMED,
         *_JUDGED,

@@ -11,6 +11,7 @@ struct Rows { char* at; long long outer, inner, step; };
 
 enum { D, X, W };              // the matrices
 enum { HIDDEN, WEIGHTS };      // the products: D·W and Dᵀ·X
+constexpr int FURTHER = 11;    // of two terms, the second is scaled by 2^FURTHER
 
 struct State {
     int exponent[3];           // D, X, W: one scale for the matrix, 2^exponent
@@ -39,7 +40,7 @@ struct Arguments {
     long long second[3];       // bytes from the first term to the second
     unsigned *d_rows, *d_columns, *x_columns, *w_columns, *x_rows, *w_rows;
     unsigned* largest;         // of D, X, W in two terms; zeros at first
-    unsigned* done;            // blocks that have measured; zero at first
+    unsigned* done;            // blocks that have measured, and tiles that are taken; zeros at first
     State* state;
 };
 

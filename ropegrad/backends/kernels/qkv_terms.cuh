@@ -6,7 +6,6 @@
 // many of its elements are large enough to carry a sum, how many are not zero. Where the tallies cannot
 // exclude that such an error is seen, the product is computed anew in float32.
 
-constexpr int FURTHER = 11;                // the second term is scaled by 2^FURTHER
 constexpr int AIM = 8;                     // exponent of the largest sample: 7 remain above it
 constexpr int HIGHEST = 14;                // exponent of the largest element, at the most
 constexpr int CARRIES = -5;                // exponent from which an element carries a sum
