@@ -55,7 +55,7 @@ class Bound:
 
     def __call__(self) -> None:
         """Make the steps."""
-        execute(self.steps, self.spec)
+        execute(self.steps)
 
     def only(self, *kinds: type) -> Bound:
         """The same with some kinds of step."""

@@ -220,7 +220,7 @@ def run(spec: QkvSpec, arrays: dict[str, Array], memory: Array | None = None) ->
             f"at a multiple of {ALIGNED}"
         )
     device = processor(cupy.cuda.runtime.getDevice())
-    execute(prepared(spec, placed, Room(at, state_at), device), spec)
+    execute(prepared(spec, placed, Room(at, state_at), device))
     return state if terms(spec) and any(products_of(spec)) else None
 
 
@@ -234,7 +234,7 @@ def processor(device: int) -> Processor:
     return Processor(count, hopper.is_hopper(device))
 
 
-def execute(steps: Steps, spec: QkvSpec) -> None:
+def execute(steps: Steps) -> None:
     """Make every step on the current stream."""
     import cupy
 
@@ -245,7 +245,7 @@ def execute(steps: Steps, spec: QkvSpec) -> None:
         elif isinstance(step, hopper.Both):
             hopper.multiply(step)
         elif isinstance(step, Narrow):
-            multiply_narrow(step, operand(spec), steps.cublas, CUBLAS)
+            multiply_narrow(step, steps.instance.operand, steps.cublas, CUBLAS)
         else:
             assert isinstance(step, Fill)
             stream = cupy.cuda.get_current_stream().ptr
