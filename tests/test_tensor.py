@@ -113,6 +113,34 @@ def test_no_range_breaks_two_terms_at_a_size_that_takes_them(cupy, kind):
     judge(wide_case(kind, 1, replace(DENSE, precision="highest")))
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "hidden_size"),
+    [(256, 6, 64, 128), (257, 11, 34, 130), (383, 6, 80, 2), (449, 13, 26, 66), (1090, 5, 130, 318)],
+)
+def test_no_edge_of_a_tile_is_lost(cupy, tokens, heads, head_dim, hidden_size, accumulate):
+    rope = replace(
+        ROPE,
+        heads=heads,
+        kv_heads=1,
+        seq=tokens,
+        head_dim=head_dim,
+        rotary_dim=head_dim,
+        accumulate=accumulate,
+    )
+    judge(make_case(QkvSpec(rope=rope, hidden_size=hidden_size), tokens))
+
+
+@pytest.mark.parametrize("tokens", [256, 700, 3000])
+def test_two_terms_err_no_more_than_ieee_products(cupy, tokens):
+    """Every output, by root mean square."""
+    case = make_case(replace(DENSE, precision="highest", rope=replace(ROPE, seq=tokens)), 1)
+    ours = judge(case)
+    ieee = check(case, lambda case: run_backend(case, "cupy_plain", "cupy"), measure_bits=True)
+    for name in case.outputs:
+        assert ours.bits[name] >= ieee.bits[name], name
+
+
 def test_two_terms_see_outliers_and_what_no_scale_serves(cupy):
     spec = replace(DENSE, precision="highest")
     plan = rg.plan_qkv_rope_backward(spec, backend=NAME)
