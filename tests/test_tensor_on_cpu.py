@@ -1,9 +1,11 @@
 """The tensor-core backend's promise, proved without a GPU: its kernels on the CPU, its products in NumPy."""
 
+import ctypes
 import functools
 import itertools
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ropegrad as rg
-from ropegrad.backends import cupy_tensor, qkv_workspace
+from ropegrad.backends import cupy_tensor, hopper, qkv_workspace
 from ropegrad.backends.cublas_narrow import Narrow
 from ropegrad.backends.cupy_tensor import CupyTensor
 from ropegrad.backends.hopper import Both
@@ -205,11 +207,11 @@ def changed(spec, **words):
 )
 def test_what_one_launch_on_hopper_makes(two_terms, spec, into, entry):
     case = promised(make_case(spec, 1), "highest")
-    for hopper in (False, True):
-        launching = Launching(widest=1, into=into, hopper=hopper)
+    for is_hopper in (False, True):
+        launching = Launching(widest=1, into=into, hopper=is_hopper)
         steps = prepared(case, launching)[2].steps
         launched = [step.entry for step in steps if isinstance(step, Both)]
-        assert launched == ([entry] if hopper and entry else [])
+        assert launched == ([entry] if is_hopper and entry else [])
         assert any(isinstance(step, Narrow) for step in steps) == (not launched)
         judge(case, launching)
 
@@ -221,6 +223,48 @@ def test_the_public_call_on_hopper(two_terms):
     assert verdict.passed, verdict.findings
     assert device.called.count("qkv_multiply") == 1
     assert device.called.count("product") == 0
+
+
+def test_what_the_driver_gets_on_hopper(two_terms, monkeypatch):
+    """Two structs and six maps, each made once, by address."""
+    import cupy
+
+    made, launched = [], []
+
+    def encode(at, kind, rank, address, sizes, steps, box, dense, interleave, swizzle, fetch, fill):
+        made.append(address.value)
+        assert (at.value % 64, kind, rank, tuple(box), tuple(dense)) == (0, 6, 2, (64, 64), (1, 1))
+        assert (interleave, swizzle, fill) == (0, 3, 0)
+        words = (ctypes.c_uint64 * 16).from_address(at.value)
+        words[:4] = [address.value, sizes[1], sizes[0], steps[0]]
+        return 0
+
+    def launch(function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
+        assert (function, gx, gy, gz, bx, by, bz, stream, extra) == (3, 2, 1, 1, 384, 1, 1, 7, 0)
+        at = (ctypes.c_void_p * 3).from_address(pointers)
+        maps = np.frombuffer(ctypes.string_at(at[2], 6 * 128), np.uint64).reshape(6, 16)[:, :4]
+        launched.append(
+            (ctypes.string_at(at[0], 68 * 8), ctypes.string_at(at[1], 4 * 8), maps.tolist(), shared)
+        )
+
+    hopper.tensor_map.cache_clear()
+    monkeypatch.setattr(hopper, "_encode", lambda: encode)
+    monkeypatch.setattr(hopper, "function", lambda entry, device: SimpleNamespace(ptr=3))
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", launch)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: SimpleNamespace(ptr=7))
+    arrays, memory, steps = prepared(make_case(two_terms, 1), Launching(hopper=True))
+    (step,) = (step for step in steps.steps if isinstance(step, Both))
+    hopper.multiply(step)
+    hopper.multiply(step)
+    given = [parameter.tobytes() for parameter in step.parameters]
+    wanted = [[one.address, one.rows, one.columns, one.pitch] for one in step.maps]
+    assert launched == [(*given, wanted, hopper.SHARED)] * 2
+    assert made == [one.address for one in step.maps]
+    ends = [one.address + one.rows * one.pitch for one in step.maps]
+    assert place(memory).address < min(made)
+    assert max(ends) <= place(memory).address + memory.size - CUBLAS
+    assert [arrays[f"grad_{need}"].ctypes.data for need in two_terms.needs] == list(step.parameters[1])
 
 
 @pytest.mark.parametrize("values", ["normal", "tiny_gradients"])
