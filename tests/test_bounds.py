@@ -218,19 +218,40 @@ def test_many_terms_stay_within_the_bounds_and_near_them(order: str, dtype: str)
 
 
 def test_a_bound_by_hand() -> None:
-    """γ_2·Σ|t| + 2η in float32, then one rounding to a narrower dtype: E(1 + u_o) + u_o·|y| + η_o."""
+    """γ_n·Σ|t| + n·η for n products in float32, then one rounding to a narrower dtype: E(1 + u_o) + u_o·|y| +
+    η_o."""
     u, eta = 2.0**-24, 2.0**-150
-    gamma_2 = 2 * u / (1 - 2 * u)
+    gamma_1, gamma_2 = u / (1 - u), 2 * u / (1 - 2 * u)
     for dtype, u_o, eta_o in (("float16", 2.0**-11, 2.0**-25), ("bfloat16", 2.0**-8, 2.0**-134)):
         for g, y, size in (((1, -1), 0.0, 6.0), ((1, 1), 6.0, 6.0), ((0, 0), 0.0, 0.0)):
             case = one_pair(g, 3, 3, dtype, "float32")
             expected = oracle.expected(case)
-            error = gamma_2 * size + 2 * eta
+            error = gamma_2 * size + 2 * eta * any(g)
             stored = error * (1 + u_o) + u_o * abs(y) + eta_o
             np.testing.assert_allclose(bounds.bounds(case, expected)["grad_q"][0, 0, 0, 0], stored, rtol=1e-6)
     case = one_pair((2.0**-140, 0), 1, 1, "float32", "float32")
     limit = bounds.bounds(case, oracle.expected(case))["grad_q"][0, 0, 0, 0]
-    np.testing.assert_allclose(limit, gamma_2 * 2.0**-140 + 2 * eta, rtol=1e-6)
+    np.testing.assert_allclose(limit, gamma_1 * 2.0**-140 + eta, rtol=1e-6)  # the other product is 0
+
+
+@pytest.mark.parametrize("table", ["full", "half"])
+@pytest.mark.parametrize("heads", [0, 1, 3])
+def test_products_that_are_zero_do_not_widen_a_bound(table: str, heads: int) -> None:
+    """Of 64 heads' gradients so many are there: these are the sums' products, two each for half tables."""
+    case = rope_case(1, heads=64, kv_heads=8, seq=3, table_batch=1, table=table)
+    upstream = case.inputs["grad_q_embed"]
+    assert upstream is not None
+    few = upstream.copy()
+    few[:, heads:] = 0
+    none = np.zeros_like(case.inputs["grad_k_embed"])
+    case = replace(case, inputs=case.inputs | {"grad_q_embed": few, "grad_k_embed": none})
+    expected = oracle.expected(case)
+    n = case.spec.batch * heads * (2 if table == "half" else 1)
+    for name in ("grad_cos", "grad_sin"):
+        size = expected[name].magnitude
+        assert size is not None
+        wanted = n * 2.0**-24 / (1 - n * 2.0**-24) * size + n * 2.0**-150
+        np.testing.assert_allclose(bounds.bounds(case, expected)[name], wanted, rtol=1e-6)
 
 
 # ---- rope: planted faults ------------------------------------------------------------------------------

@@ -175,6 +175,8 @@ _ROPE = [
     *[_rope(f"NaN and Inf beside zeros in tables of {n} tokens", seq=n, values="nonfinite", tables="zeros")
       for n in (6, 7)],
     _rope("small normal gradients of one head", **_ONE, values="small"),
+    *[_rope(f"few products, {n + m} heads", values=few, batch=1, heads=n, kv_heads=m, head_dim=32)
+      for n, m in ((12, 4), (32, 8), (64, 8)) for few in ("sparse", "lone")],
     _rope("mixed memory, unlike for q and k", memory="mixed", values="coded", tables="llama3"),
     _rope("mixed memory, wide heads", memory="mixed", head_dim=64, seq=17),
     _rope("sums of 256 products: the precision gate", batch=1, heads=224, kv_heads=32, seq=64, head_dim=64),

@@ -18,7 +18,7 @@ import numpy as np
 from ropegrad.spec import QkvSpec
 from ropegrad.verify.case import Case, rope_geometry
 from ropegrad.verify.exact import Expected, Product
-from ropegrad.verify.sums import Floats
+from ropegrad.verify.sums import Floats, nonzero
 
 _ORACLE = 2.0**-53  # unit roundoff of the oracle's own float64 sums
 
@@ -145,18 +145,29 @@ def _factor(n: Any, steps: Any, compute: Format) -> Any:
 
 
 def _sum_error(case: Case, name: str, output: Expected) -> Floats:
-    """γ_n·Σ|t| + n·η for n products: rope's outputs, and the biases' sums of rotated gradients."""
+    """γ_n·Σ|t| + n·η for n products that are not zero: rope's outputs, and the biases' sums of rotated
+    gradients."""
     assert output.magnitude is not None
     compute, spec = _compute(case), rope_geometry(case)
     bias = name.endswith("_bias")  # a term of a bias is itself two products and a sum
-    steps = output.depth + bias + spec.accumulate
-    underflows = output.depth * (1 + bias) * (2 if _precise(compute) else 1)
+    products = _products(case, output, output.depth * (1 + bias))
+    steps = np.minimum(products, output.depth) + bias + spec.accumulate
+    underflows = products * (2 if _precise(compute) else 1)
     error: Floats = output.magnitude * _factor(output.depth, steps, compute)
     error += underflows * compute.eta * (1 + gamma(steps, compute.u))
     if spec.accumulate and name in ("grad_q", "grad_k") and spec.rotary_dim < spec.head_dim:
         through = np.abs(output.value[..., spec.rotary_dim :])  # prior + gradient: one sum, no underflow
         error[..., spec.rotary_dim :] = through * _factor(1, 1, compute)
     return error
+
+
+def _products(case: Case, output: Expected, most: int) -> Any:
+    """How many are not zero: one with a factor 0 is exact, and so is adding it. Without zeros `most`."""
+    inputs = (array for array in case.inputs.values() if array is not None)
+    if all(array.all() for array in inputs):
+        return most
+    assert output.bilinear is not None
+    return np.minimum(output.bilinear(nonzero, nonzero), most)
 
 
 # ---- matrix products -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from ropegrad.verify.bounds import FORMATS
 from ropegrad.verify.case import Case, rope_geometry
 from ropegrad.verify.exact import Bools, Expected
-from ropegrad.verify.sums import Floats
+from ropegrad.verify.sums import Floats, nonzero
 
 _REACH = 8.0  # both factors of a product that is surely normal: one at least so large, one so close to 1
 
@@ -26,8 +26,8 @@ def nothing_to_flush(case: Case, name: str, output: Expected, bound: Floats) -> 
         return None
     dtypes = {spec.compute, spec.dtype, spec.table_dtype} - {"float16"}  # of which subnormals are kept
     floor = max(FORMATS[dtype].tiny for dtype in dtypes)
-    low_gradient = output.bilinear(lambda a: _below(a, _REACH * floor), _is_there)
-    low_factor = output.bilinear(_is_there, lambda b: _below(b, 1 / _REACH))
+    low_gradient = output.bilinear(lambda a: _below(a, _REACH * floor), nonzero)
+    low_factor = output.bilinear(nonzero, lambda b: _below(b, 1 / _REACH))
     normal: Bools = (low_gradient + low_factor == 0) & (np.abs(output.value) - bound >= floor)
     return normal
 
@@ -35,8 +35,3 @@ def nothing_to_flush(case: Case, name: str, output: Expected, bound: Floats) -> 
 def _below(x: Floats, least: float) -> Floats:
     low: Floats = ((x != 0) & (np.abs(x) < least)).astype(np.float64)
     return low
-
-
-def _is_there(x: Floats) -> Floats:
-    there: Floats = (x != 0).astype(np.float64)
-    return there

@@ -47,6 +47,12 @@ def same(array: Floats) -> Floats:
     return array
 
 
+def nonzero(array: Floats) -> Floats:
+    """1 where there is something, 0 elsewhere: of both factors, the sums count products that are not zero."""
+    there: Floats = (array != 0).astype(np.float64)
+    return there
+
+
 def bilinear(
     spec: RopeSpec,
     inputs: Inputs,
