@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ def info() -> dict[str, Any]:
         "blas": _blas(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": _cuda(),
+        "kernel cache": _kernel_cache(),
         "devices": _gpus(),
         "backends": _backends(),
     }
@@ -85,6 +88,14 @@ def _cuda_version(read: Callable[[], int | tuple[int, int]]) -> str:
         return f"missing ({type(error).__name__}: {error})"
     major, minor = found if isinstance(found, tuple) else (found // 1000, found % 1000 // 10)
     return f"{major}.{minor}" if major else "missing"
+
+
+def _kernel_cache() -> str:
+    """The folder in which CuPy keeps compiled kernels: without one every process compiles anew, or fails."""
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    can = there.is_dir() and os.access(there, os.W_OK)
+    return str(folder) if can else f"{folder} cannot be written: set CUPY_CACHE_DIR"
 
 
 def _gpus() -> list[str]:

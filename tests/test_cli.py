@@ -103,6 +103,14 @@ def test_info_names_the_versions_of_cuda_that_must_fit(monkeypatch):
     assert info.info()["cuda"].endswith("; two CuPys share one folder: uninstall both, then install one")
 
 
+def test_info_says_where_compiled_kernels_cannot_be_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "deep" / "cache"))
+    assert info.info()["kernel cache"] == str(tmp_path / "deep" / "cache")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert info.info()["kernel cache"].endswith("cache cannot be written: set CUPY_CACHE_DIR")
+
+
 def test_info_survives_a_cupy_that_cannot_be_imported(monkeypatch, tmp_path):
     (tmp_path / "cupy").mkdir()
     (tmp_path / "cupy" / "__init__.py").write_text("raise ImportError('libnvrtc.so.13: no such file')")
