@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,8 @@ def info() -> dict[str, Any]:
         "cores": cores(),
         "blas": _blas(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": _cuda(),
+        "kernel cache": _kernel_cache(),
         "devices": _gpus(),
         "backends": _backends(),
     }
@@ -57,6 +62,40 @@ def _blas() -> str:
     config: dict[str, Any] = np.show_config(mode="dicts")  # type: ignore[assignment]
     blas = config.get("Build Dependencies", {}).get("blas", {})
     return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
+
+
+def _cuda() -> str:
+    """The versions that must fit each other: the driver's, and those of the libraries that CuPy loads."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    installed = [name for name, module in PACKAGES.items() if module == "cupy" and _version(name)]
+    several = "; two CuPys share one folder: uninstall both, then install one" if len(installed) > 1 else ""
+    try:
+        cuda = importlib.import_module("cupy").cuda
+    except Exception as error:
+        return f"CuPy cannot be imported: {type(error).__name__}: {error}{several}"
+    readers = {
+        "driver": cuda.runtime.driverGetVersion, "runtime": cuda.runtime.runtimeGetVersion,
+        "NVRTC": cuda.nvrtc.getVersion,
+    }  # fmt: skip
+    return ", ".join(f"{part} {_cuda_version(read)}" for part, read in readers.items()) + several
+
+
+def _cuda_version(read: Callable[[], int | tuple[int, int]]) -> str:
+    try:
+        found = read()
+    except Exception as error:
+        return f"missing ({type(error).__name__}: {error})"
+    major, minor = found if isinstance(found, tuple) else (found // 1000, found % 1000 // 10)
+    return f"{major}.{minor}" if major else "missing"
+
+
+def _kernel_cache() -> str:
+    """The folder in which CuPy keeps compiled kernels: without one every process compiles anew, or fails."""
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    can = there.is_dir() and os.access(there, os.W_OK)
+    return str(folder) if can else f"{folder} cannot be written: set CUPY_CACHE_DIR"
 
 
 def _gpus() -> list[str]:

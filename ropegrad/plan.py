@@ -13,6 +13,7 @@ from ropegrad.arrays import Array
 from ropegrad.backends import choose, find
 from ropegrad.backends.base import Inputs
 from ropegrad.backends.cupy_fused import explain_dense
+from ropegrad.backends.cupy_plain import no_gpu
 from ropegrad.backends.rope_bound import bound
 from ropegrad.calls import rope_spec
 from ropegrad.cost import rope_cost
@@ -74,7 +75,11 @@ class RopePlan:
         cost = rope_cost(self.spec)
         lines = [f"backend: {self.backend}", f"  reads {cost.read} bytes, writes {cost.written}"]
         if self.backend == "cupy_fused":
-            lines += [f"  {line}" for line in explain_dense(self.spec)]
+            reason = no_gpu()
+            told = (
+                explain_dense(self.spec) if reason is None else [f"its kernel depends on the GPU: {reason}"]
+            )
+            lines += [f"  {line}" for line in told]
         return "\n".join(lines)
 
     def graph(self, *arrays: Array | None, out: Arrays) -> RopeGraph:

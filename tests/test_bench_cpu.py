@@ -17,6 +17,7 @@ from ropegrad.bench.competitors import FORMULAS, NUMPY
 from ropegrad.bench.contender import Contender, is_textbook
 from ropegrad.bench.place import Choice
 from ropegrad.bench.suite import time_case
+from ropegrad.bench.timing import Timing
 from ropegrad.bench.workloads import Problem, timed_suite
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.tiles import cores
@@ -122,6 +123,19 @@ def test_what_is_wrong_or_fails_has_no_time():
     assert by_name["writes"].median_us is None
     assert by_name["writes"].note == "q changed during the call"
     assert by_name["last"].median_us is not None, "what another did to the inputs is undone"
+
+
+def test_a_time_in_which_no_core_moves_these_bytes_is_invalid():
+    """As of a target that keeps its results by a few of its inputs' elements."""
+    facts = {"bytes_read": 10**9, "bytes_written": 10**9, "flops": 0}
+    words = {"backend": "target", "kernel": "k", "spec": {}, "options": {}} | facts
+    floor = 2e9 / (1.2e12 * cores()) * 1e6
+    for us in (0.99 * floor, 1.01 * floor):
+        found = PLACE.run.record("rope", "x", Timing("wall", (us,)), {"grad_q": 0.5}, **words)
+        assert found.median_us
+        assert found.floor_us == pytest.approx(floor)
+        assert (found.invalid is None) == (us > floor)
+    assert "2e+03 MB /" in PLACE.run.record("rope", "x", Timing("wall", (1.0,)), {"q": 0.5}, **words).invalid
 
 
 def test_shared_memory_of_outputs_hides_no_fault():

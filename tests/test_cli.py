@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ropegrad import cli
+from ropegrad import cli, info
 from ropegrad.backends.portable import Portable
 from ropegrad.spec import QkvSpec
 from ropegrad.suites import SUITES
@@ -79,6 +80,45 @@ def test_info_names_versions_and_backends(monkeypatch, capsys):
     printed = capsys.readouterr().out
     for word in ("numpy", np.__version__, "blas", "cores", "numpy_tiled", "portable", "cupy"):
         assert word in printed
+
+
+def fake_cupy(nvrtc):
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(driverGetVersion=lambda: 0, runtimeGetVersion=lambda: 12090),
+        nvrtc=SimpleNamespace(getVersion=nvrtc),
+    )
+    return SimpleNamespace(cuda=cuda, __spec__=object())
+
+
+def test_info_names_the_versions_of_cuda_that_must_fit(monkeypatch):
+    def no_library():
+        raise ImportError("libnvrtc.so.13")
+
+    monkeypatch.setattr(info, "_version", lambda package: None if package.startswith("cupy-cuda13") else "1")
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(lambda: (13, 5)))
+    assert info.info()["cuda"] == "driver missing, runtime 12.9, NVRTC 13.5"
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(no_library))
+    assert info.info()["cuda"].endswith("NVRTC missing (ImportError: libnvrtc.so.13)")
+    monkeypatch.setattr(info, "_version", lambda package: "1")
+    assert info.info()["cuda"].endswith("; two CuPys share one folder: uninstall both, then install one")
+
+
+def test_info_says_where_compiled_kernels_cannot_be_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "deep" / "cache"))
+    assert info.info()["kernel cache"] == str(tmp_path / "deep" / "cache")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert info.info()["kernel cache"].endswith("cache cannot be written: set CUPY_CACHE_DIR")
+
+
+def test_info_survives_a_cupy_that_cannot_be_imported(monkeypatch, tmp_path):
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text("raise ImportError('libnvrtc.so.13: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    found = info.info()
+    assert found["cuda"].startswith("CuPy cannot be imported: ImportError: libnvrtc.so.13: no such file")
+    assert found["devices"] == ["no GPU: ImportError: libnvrtc.so.13: no such file"]
 
 
 def test_the_module_runs_like_the_command():

@@ -43,6 +43,54 @@ def test_negative_sines_rotate_the_other_way_and_are_no_error():
     assert not np.array_equal(turned.grad_q, right.grad_q)
 
 
+def test_packed_sequences_are_one_batch_whose_positions_start_again(backend):
+    """[T, H, D] of sequences of 3, 0, 1 and 2 tokens, as `layout="bshd"` has them."""
+    lengths, rng = (3, 0, 1, 2), np.random.default_rng(0)
+    gq, q = rng.standard_normal((2, sum(lengths), 4, 8), dtype=np.float32)
+    gk, k = rng.standard_normal((2, sum(lengths), 2, 8), dtype=np.float32)
+    words = {"layout": "bshd", "backend": backend}
+
+    def gradients(tokens, positions):
+        tables = rg.rope_tables(positions, 8)
+        return rg.rope_backward(*(x[None, tokens] for x in (gq, gk, q, k)), *tables, **words)
+
+    packed = gradients(slice(None), np.concatenate([np.arange(n) for n in lengths]))
+    start = 0
+    for n in lengths:
+        alone, rows = gradients(slice(start, start + n), np.arange(n)), slice(start, start + n)
+        for name in ("grad_q", "grad_k"):
+            assert np.array_equal(getattr(packed, name)[:, rows], getattr(alone, name))
+        for name in ("grad_cos", "grad_sin"):
+            assert np.array_equal(getattr(packed, name)[rows], getattr(alone, name))
+        start += n
+
+
+def test_weights_and_their_gradients_move_from_half_to_interleaved_pairing():
+    heads, dim, hidden = 4, 8, 6
+
+    def moved_rows(w):
+        return w.reshape(-1, 2, dim // 2, hidden).swapaxes(1, 2).reshape(-1, hidden)
+
+    def moved_channels(x):
+        return x.reshape(*x.shape[:-1], 2, dim // 2).swapaxes(-1, -2).reshape(x.shape)
+
+    rng = np.random.default_rng(1)
+    gq, gk, gv = (rng.integers(-4, 5, (1, n, 5, dim)).astype(np.float32) for n in (heads, 2, 2))
+    x, wq, wk, wv = (
+        rng.integers(-4, 5, shape).astype(np.float32)
+        for shape in ((1, 5, hidden), *((n * dim, hidden) for n in (heads, 2, 2)))
+    )
+    cos, sin = rng.integers(-4, 5, (2, 5, dim // 2)).astype(np.float32)
+    half = rg.qkv_rope_backward(gq, gk, gv, x, wq, wk, wv, cos, sin, table="half")
+    interleaved = rg.qkv_rope_backward(
+        moved_channels(gq), moved_channels(gk), gv, x, moved_rows(wq), moved_rows(wk), wv, cos, sin,
+        table="half", pairing="interleaved",
+    )  # fmt: skip
+    assert np.array_equal(interleaved.grad_hidden_states, half.grad_hidden_states)
+    assert np.array_equal(interleaved.grad_q_weight, moved_rows(half.grad_q_weight))
+    assert np.array_equal(interleaved.grad_k_weight, moved_rows(half.grad_k_weight))
+
+
 def test_a_half_table_is_a_full_one_with_equal_columns_and_collects_both_gradients():
     half = {name: CASE.inputs[name][..., : WIDTH // 2] for name in ("cos", "sin")}
     for pairing in ("half", "interleaved"):

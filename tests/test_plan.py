@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ropegrad as rg
+from ropegrad import plan
 from ropegrad.repeats import Last, key_of
 from ropegrad.spec import QkvSpec, RopeSpec
 from ropegrad.verify.draws import make_case
@@ -68,6 +69,13 @@ def test_a_plan_explains_itself():
     assert plan.workspace_bytes is None
     with pytest.raises(rg.SpecError, match=r"graph\(\) captures cupy_fused, this plan is of numpy_tiled"):
         plan.graph(*call_of(SPEC)[0], out=(None,) * 4)
+
+
+def test_a_plan_for_a_gpu_explains_itself_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(plan, "no_gpu", lambda: "CuPy sees no GPU: ImportError: no libnvrtc")
+    said = rg.plan_rope_backward(replace(SPEC, namespace="cupy"), backend="cupy_fused").explain()
+    assert said.splitlines()[0] == "backend: cupy_fused"
+    assert said.endswith("depends on the GPU: CuPy sees no GPU: ImportError: no libnvrtc")
 
 
 def test_a_plan_can_be_pickled():

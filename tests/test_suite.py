@@ -202,6 +202,25 @@ def test_a_target_that_keeps_its_results_is_found_out():
     assert found.note.startswith("on other data in the same memory: grad_q")
 
 
+def test_a_target_that_stops_computing_once_it_was_checked_is_found_out():
+    calls = []
+
+    def bind(inputs):
+        from ropegrad import api
+
+        def call():
+            if len(calls) < 3:
+                calls.append(api.rope_backward(*inputs.values()))
+            return calls[-1]
+
+        return call
+
+    cheat = Contender("cheat", "target", "a kernel", None, {}, bind)
+    found = timed(cheat, protocols=("span", "graph"))
+    assert [record.median_us for record in found] == [None, None]
+    assert all(record.note.startswith("after the timed calls: grad_q") for record in found)
+
+
 def record(op, backend, us, protocol="graph", precision=None, **options):
     timing = Timing(protocol, (us,))
     return RUN.record(

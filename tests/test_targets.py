@@ -470,6 +470,8 @@ def test_assert_gradients_says_what_is_wrong():
         assert_gradients(kernels.own_sine)
     with pytest.raises(AssertionError, match="declines every problem"):
         assert_gradients(kernels.declines)
+    with pytest.raises(AssertionError, match=r"2 values, not 4: .*; --needs asks for fewer"):
+        assert_gradients(lambda *arrays: kernels.rope_backward(*arrays)[:2])
 
 
 @settings(max_examples=20)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,7 +18,25 @@ Inputs = dict[
 Outputs = dict[str, Array]  # by name ('grad_q', …): exactly what spec.needs asks for
 
 
-quiet = np.errstate(all="ignore")  # NaN, Inf and overflow are the caller's business: IEEE says what
+_Words = ParamSpec("_Words")
+_Result = TypeVar("_Result")
+
+
+def quiet(function: Callable[_Words, _Result]) -> Callable[_Words, _Result]:
+    """The function without NumPy's warnings: NaN, Inf and overflow are the caller's business.
+
+    torch.compile, which would break its graph at NumPy's settings, sees the function alone.
+    """
+
+    @wraps(function)
+    def run(*args: _Words.args, **words: _Words.kwargs) -> _Result:
+        compiler = getattr(sys.modules.get("torch"), "compiler", None)
+        if compiler is not None and compiler.is_compiling():
+            return function(*args, **words)
+        with np.errstate(all="ignore"):
+            return function(*args, **words)
+
+    return run
 
 
 class Backend(Protocol):

@@ -64,7 +64,7 @@ def time_case(
         progress("the ceiling")
         ceiling = place.ceiling(problem)
         for protocol in possible:
-            found += _timed(place, problem, entries, ceiling, protocol, progress)
+            found += _timed(place, problem, case, sets[0], entries, ceiling, protocol, progress)
         possible_too = possible
     else:
         possible_too = []
@@ -75,9 +75,10 @@ def time_case(
 
 
 def _timed(
-    place: Place, problem: Problem, entries: Sequence[Entry], ceiling: Any, protocol: str, progress: Progress
-) -> Iterator[Record]:
-    """Everybody under one protocol."""
+    place: Place, problem: Problem, case: Case, inputs: Inputs, entries: Sequence[Entry], ceiling: Any,
+    protocol: str, progress: Progress,
+) -> Iterator[Record]:  # fmt: skip
+    """Everybody under one protocol; a target that is wrong afterwards loses its time."""
     refused: dict[str, str | None] = {}
     for entry in entries:
         if entry.right:
@@ -93,6 +94,10 @@ def _timed(
         refused |= dict.fromkeys(others, f"it could not be timed: {error}")
         running = {name: calls for name, calls in running.items() if name not in others}
         timings = place.time({**ceiling.contenders, **running}, protocol)
+    for entry in entries:
+        if entry.one.key in running and _is_doubted(entry):
+            progress(f"checking {entry.one.name} again, after the timed calls")
+            _judge_again(problem, case, inputs, entry, "after the timed calls")
     yield from ceiling.records(problem.name, timings, problem.suite)
     read = next(iter(timings.values())).protocol
     for entry in entries:
@@ -174,9 +179,9 @@ def _judge(
                 verdicts[name].findings += entry.verdict.findings if entry.verdict else []
                 entry.verdict = verdicts[name]
     for entry in entries:
-        if entry.right and entry.one.backend == TARGET and entry.one.movable:
+        if entry.right and _is_doubted(entry):
             progress(f"checking {entry.one.name} again, other data in the same memory")
-            _judge_again(problem, case, sets[0], entry)
+            _judge_again(problem, case, sets[0], entry, "on other data in the same memory")
 
 
 def _checked(
@@ -218,9 +223,14 @@ def _bytes(x: NumpyArray) -> NumpyArray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
-def _judge_again(problem: Problem, case: Case, inputs: Inputs, entry: Entry) -> None:
-    """Results that were kept from the call before do not fit other data in the same memory."""
-    other = problem.case("again")
+def _is_doubted(entry: Entry) -> bool:
+    """Whether it is somebody else's and sees what is written into its inputs."""
+    return entry.one.backend == TARGET and entry.one.movable
+
+
+def _judge_again(problem: Problem, case: Case, inputs: Inputs, entry: Entry, when: str) -> None:
+    """Results that were kept from a call before do not fit other data in the same memory."""
+    other = problem.case(when)
     for name, array in inputs.items():
         values = other.inputs[name]
         assert values is not None
@@ -232,7 +242,6 @@ def _judge_again(problem: Problem, case: Case, inputs: Inputs, entry: Entry) -> 
     verdict = check_all(other, {"": function}, flushes=entry.one.flushes, catch=True)[""]
     restored(case, inputs)
     assert entry.verdict is not None
-    stale = [replace(one, rule="stale output", message=f"on other data in the same memory: {one.message}")
-             for one in verdict.findings]  # fmt: skip
+    stale = [replace(one, rule="stale output", message=f"{when}: {one.message}") for one in verdict.findings]
     entry.verdict.findings += stale
     entry.verdict.worst |= {name: ratio for name, ratio in verdict.worst.items() if ratio > 1}

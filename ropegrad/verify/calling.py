@@ -175,7 +175,10 @@ def named(result: Any, names: tuple[str, ...], most: int = 0) -> dict[str, Any] 
         return dict.fromkeys(names)
     many = len(result) > max(len(names), most) or any(x is not None for x in result[len(names) :])
     if len(result) < len(names) or many:
-        return f"the result has {len(result)} values, not {len(names)}: {', '.join(names)}"
+        fewer = (
+            "; --needs asks for fewer" if len(result) < len(names) and names[0].startswith("grad_") else ""
+        )
+        return f"the result has {len(result)} values, not {len(names)}: {', '.join(names)}{fewer}"
     return dict(zip(names, result, strict=False))
 
 

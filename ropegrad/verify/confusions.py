@@ -80,6 +80,19 @@ def _one_column(which: int) -> Callable[[Case, Any, Any], Any]:
     return change
 
 
+def _other_order(case: Case, cos: Any, sin: Any) -> Any:
+    """A pair's columns are looked for where the other pairing has them."""
+    spec = rope_geometry(case)
+    if spec.table == "half":
+        return None
+    other = replace(spec, pairing="half" if spec.pairing == "interleaved" else "interleaved")
+    found = np.empty_like(cos), np.empty_like(sin)
+    for new, old in zip(found, (cos, sin), strict=True):
+        for column, there in zip(members(new, spec), members(old, other), strict=True):
+            column[...] = there
+    return found
+
+
 def _inverse(case: Case, cos: Any, sin: Any) -> Any:
     norm = cos * cos + sin * sin
     return cos / norm, sin / norm
@@ -188,6 +201,7 @@ CONFUSIONS: tuple[tuple[str, Change], ...] = (
     ("is the inverse of the rotation, not its transpose", _table_change(_inverse)),
     ("reads only the first column of each pair of the tables", _table_change(_one_column(0))),
     ("reads only the second column of each pair of the tables", _table_change(_one_column(1))),
+    ("reads the columns of the tables in the order of the other pairing", _table_change(_other_order)),
     ("is not rotated", _table_change(lambda case, c, s: (np.ones_like(c), np.zeros_like(s)))),
     ("leaves out the sine", _table_change(lambda case, c, s: (c, np.zeros_like(s)))),
     ("leaves out the cosine", _table_change(lambda case, c, s: (np.zeros_like(c), s))),

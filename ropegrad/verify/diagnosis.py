@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ropegrad.spec import RopeSpec
 from ropegrad.verify.arena import POISONS
 from ropegrad.verify.case import Case, NumpyArray, rope_geometry
 from ropegrad.verify.confusions import CONFUSIONS
@@ -20,6 +21,7 @@ from ropegrad.verify.forward import as_backward
 from ropegrad.verify.oracle import expected
 from ropegrad.verify.regions import Where, common, regions
 from ropegrad.verify.ruling import Standard, axis_words, near_underflow, standard
+from ropegrad.verify.sums import members
 
 # A candidate's changed tables are rounded once more than the function's own: its bound, a little wider.
 SLACK = 16.0
@@ -123,6 +125,10 @@ def _simple(rule: Standard, name: str, got: NumpyArray) -> Candidates:
     heads = (spec.heads or 0) + (spec.kv_heads or 0)
     if name in ("grad_cos", "grad_sin") and heads > 1:
         candidates.append(("is a mean over heads instead of a sum", near(value / heads)))
+    if name in ("grad_cos", "grad_sin") and spec.table == "full":
+        for second, words in ((1, "in each"), (0, "in the first, as of half tables")):
+            both, room = (_summed(x, spec, second) for x in (value, allowed))
+            candidates.append((f"has the sum of a pair's two columns {words}", near(both, room)))
     factor = _factor(wide, value)
     if factor is not None:
         candidates.append(
@@ -153,6 +159,15 @@ def _only_small(product: Product, wrong: Any) -> bool:
         small.append(most < 2.0**-19 * most.max(initial=0.0))
     lost = (small[0][:, None] | small[1]).reshape(wrong.shape)
     return bool(lost[wrong].all() and not lost.all())
+
+
+def _summed(x: Any, spec: RopeSpec, second: int) -> Any:
+    """The sum of the two columns of each pair: in the first, and `second` times in the other."""
+    result = np.zeros_like(x)
+    first, last = members(x, spec)
+    for column, times in zip(members(result, spec), (1, second), strict=True):
+        column[...] = times * (first + last)
+    return result
 
 
 def _factor(wide: Any, value: Any) -> float | None:

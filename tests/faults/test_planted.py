@@ -13,6 +13,7 @@ from kernels import qkv_backward, rope_backward
 from planting import PLANTED, Planted
 from right_kernels import RIGHT
 
+import ropegrad as rg
 from ropegrad.verify.assertion import sentences
 from ropegrad.verify.battery import battery
 from ropegrad.verify.domain import Domain
@@ -67,6 +68,46 @@ def scaled(place, factor):
         return results
 
     return backward
+
+
+def test_columns_in_the_order_of_the_other_pairing_are_recognised():
+    """A cache of c0, c0, c1, c1 for pairs j, j + D/2, as models have it that mix two conventions."""
+
+    def backward(gq, gk, q, k, cos, sin):
+        cos, sin = (np.concatenate([t[..., ::2], t[..., 1::2]], axis=-1) for t in (cos, sin))
+        return rope_backward(gq, gk, q, k, cos, sin)
+
+    said = named(backward)
+    assert said.count("reads the columns of the tables in the order of the other pairing") == 2
+    interleaved = Contract(pairing="interleaved", needs=("q", "k"))
+
+    def repeated(gq, gk, q, k, cos, sin):
+        half = cos.shape[-1] // 2
+        cos, sin = (np.stack([t[..., :half], t[..., half:]], axis=-1).reshape(t.shape) for t in (cos, sin))
+        found = rg.rope_backward(gq, gk, q, k, cos, sin, pairing="interleaved", needs=("q", "k"))
+        return found.grad_q, found.grad_k
+
+    assert "in the order of the other pairing" in named(repeated, contract=interleaved)
+
+
+@pytest.mark.parametrize(("second", "words"), [(1, "in each"), (0, "in the first, as of half tables")])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_a_table_gradient_that_is_summed_over_a_pair_is_recognised(pairing, second, words):
+    """As of a kernel that reads one column of each pair: its gradient is that of a half table."""
+
+    def backward(*arrays):
+        results = rg.rope_backward(*arrays, pairing=pairing)
+        for table in results[2:]:
+            half = table.shape[-1] // 2
+            first, last = np.s_[..., :half], np.s_[..., half:]
+            if pairing == "interleaved":
+                first, last = np.s_[..., ::2], np.s_[..., 1::2]
+            table[first] += table[last]
+            table[last] = second * table[first]
+        return results
+
+    said = named(backward, contract=Contract(pairing=pairing))
+    assert said.count(f"has the sum of a pair's two columns {words}") == 2
 
 
 LAST_HEAD, FEW_OF_IT = (lambda x: np.s_[:, -1:]), (lambda x: np.s_[:, -1:, ::3, ::5])
