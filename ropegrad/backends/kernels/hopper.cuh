@@ -17,6 +17,10 @@ template <int COUNT> DEVICE void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
 }
 
+DEVICE void warpgroup_sync(unsigned group) {  // its number in the block
+    asm volatile("bar.sync %0, 128;" :: "r"(group + 1) : "memory");
+}
+
 // ---- barriers in shared memory ----------------------------------------------------------------------------
 
 DEVICE void barrier_init(unsigned barrier, unsigned arrivals) {

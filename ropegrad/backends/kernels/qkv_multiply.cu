@@ -184,6 +184,7 @@ template <bool ADD> DEVICE void multiply_tiles(
         barrier_wait(pipe.is_full(turn.stage), turn.parity);
         const unsigned number = numbers[turn.stage];
         if (number == NONE) return;
+        warpgroup_sync(group);  // all have read it before one of them gives the stage back
         const Tile tile = tiles.at(number);
         float sums[SUMS], small[SUMS];
         if (tile.product == HIDDEN) sum_up<0>(pipe, turn, group, tile.boxes, sums, small);
