@@ -77,7 +77,10 @@ def fault_of_values(name: str, got: Any, exact: Any, bound: Any, state: Any) -> 
     if not wrong.any():
         return None
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    numbers = f"{name}{list(at)} is {got[at]:.9g}, exactly {exact[at]:.9g}, may be off by {bound[at]:.2g}"
+    right = f"exactly {exact[at]:.9g}, may be off by {bound[at]:.2g}"
+    if np.broadcast_to(state, wrong.shape)[at] == 3:
+        right = "must be NaN or Inf"
+    numbers = f"{name}{list(at)} is {got[at]:.9g}, {right}"
     return f"{numbers}; {int(wrong.sum())} of {wrong.size} elements wrong"
 
 

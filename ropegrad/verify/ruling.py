@@ -140,7 +140,7 @@ def value_fault(
     where = worst.where if place is None else place
     axes = named_axes(rule.case, name, where)
     at = ", ".join(f"{axis} {index}" for axis, index in axes)
-    numbers = f"{name} is {_short(float(got[where]))}, exactly {_short(float(rule.exact[name].value[where]))}"
+    numbers = f"{name} is {_short(float(got[where]))}, exactly {_exactly(rule, name, where)}"
     ratio = float(ratios[where])
     size = f"{ratio:.3g} times its bound of {float(rule.bound[name][where]):.2g}"
     share = f"{int(wrong.sum())} of {wrong.size} elements wrong"
@@ -151,6 +151,13 @@ def value_fault(
     if kind == LOW and math.isfinite(bits):
         message += f", {bits:.1f} effective bits"
     return Fault(kind, name, message, ratio, axes, bits, (off, wrong.size), low)
+
+
+def _exactly(rule: Standard, name: str, where: tuple[int, ...]) -> str:
+    must = rule.must[name]
+    if must is not None and must[where] == Must.NOT_BE_FINITE:
+        return "NaN or Inf"  # the value is of the finite inputs alone
+    return _short(float(rule.exact[name].value[where]))
 
 
 def _short(x: float) -> str:

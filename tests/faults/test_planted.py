@@ -70,6 +70,16 @@ def scaled(place, factor):
     return backward
 
 
+def test_what_must_not_be_finite_is_not_said_to_be_a_number():
+    def backward(*arrays):
+        return [np.where(np.isnan(x), np.float32(0), x) for x in rope_backward(*arrays)]
+
+    broken = judged(Planted(backward, "hidden NaN or Inf", (), Contract()))
+    said = [fault.message for one in broken if one.rule == "hidden NaN or Inf" for fault in one.faults]
+    assert said
+    assert all(", exactly NaN or Inf, at " in message for message in said)
+
+
 def test_columns_in_the_order_of_the_other_pairing_are_recognised():
     """A cache of c0, c0, c1, c1 for pairs j, j + D/2, as models have it that mix two conventions."""
 
