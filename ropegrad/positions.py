@@ -32,7 +32,8 @@ def rope_tables(
     Parameters
     ----------
     positions
-        [S] or [B, S], whole or real numbers of any value, negative ones too; an array of any namespace.
+        [S] or [B, S], whole or real numbers of any value, negative ones too; an array of any namespace. Not
+        of a 16-bit dtype: bfloat16 has no 257, so that the tables of long sequences would have equal rows.
     rotary_dim
         R, even: the channels that are rotated.
     base
@@ -55,7 +56,7 @@ def rope_tables(
     ------
     SpecError
         If rotary_dim is odd, the base not positive, a word unknown, or positions no array [S] or [B, S] of
-        numbers.
+        whole numbers, float32 or float64.
     """
     _judge(positions, rotary_dim, base, table, pairing, dtype)
     xp: Any = namespace(positions)
@@ -96,6 +97,10 @@ def _judge(positions: Any, rotary_dim: object, base: object, table: str, pairing
     kind = str(positions.dtype).rpartition(".")[2]
     if not kind.startswith(("int", "uint", "float", "bfloat")):
         raise SpecError(f"positions have dtype {kind}: they must be whole or real numbers")
+    if kind.startswith(("bfloat", "float8", "float16")):
+        raise SpecError(
+            f"positions have dtype {kind}, which rounds far ones: make them whole or float32 ones"
+        )
     if len(positions.shape) not in (1, 2):
         raise SpecError(f"positions have shape {tuple(positions.shape)}: they must be [S] or [B, S]")
     width = whole("rotary_dim", rotary_dim)
