@@ -119,7 +119,7 @@ def test_a_wrong_run_has_no_time(error):
 
 
 def test_an_unknown_device_has_no_floor():
-    other = runs.Run(Device("Some GPU", "1", 1, 1, ""), {}, "abc")
+    other = runs.Run(Device("Some GPU", "1", 1, 1, "0000:17:00.0"), {}, "abc")
     assert other.floors({"bytes_read": 1, "bytes_written": 1, "flops": 1}) == {}
 
 

@@ -145,13 +145,18 @@ def _factor(n: Any, steps: Any, compute: Format) -> Any:
 
 
 def _sum_error(case: Case, name: str, output: Expected) -> Floats:
-    """γ_n·Σ|t| + n·η for n products that are not zero: rope's outputs, and the biases' sums of rotated
-    gradients."""
+    """γ_n·Σ|t| + n·η for n products that are not zero, γ_{n+1} beside zeros: rope's outputs, and the biases'
+    sums of rotated gradients.
+
+    Plain sums add a zero exactly. Kahan's, whose correction may itself be rounded, adds that to the next
+    zero: its sum of two products and zeros needs γ_3.
+    """
     assert output.magnitude is not None
     compute, spec = _compute(case), rope_geometry(case)
     bias = name.endswith("_bias")  # a term of a bias is itself two products and a sum
     products = _products(case, output, output.depth * (1 + bias))
-    steps = np.minimum(products, output.depth) + bias + spec.accumulate
+    corrected = (products + spec.accumulate > 1) & (products < output.depth * (1 + bias))
+    steps = np.minimum(products + corrected, output.depth) + bias + spec.accumulate
     underflows = products * (2 if _precise(compute) else 1)
     error: Floats = output.magnitude * _factor(output.depth, steps, compute)
     error += underflows * compute.eta * (1 + gamma(steps, compute.u))
