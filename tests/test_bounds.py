@@ -241,7 +241,7 @@ def test_a_compensated_sum_of_two_products_and_zeros_is_right() -> None:
     g[0] *= np.float32(0.25)
     exact = (g.astype(np.float64) * x).sum(axis=0)
     total, lost = np.zeros((2, g.shape[1]), np.float32)
-    for term in (*(g * x), np.zeros_like(total)):
+    for term in (*(g * x), np.zeros_like(total)):  # or "total - lost" in the end
         corrected = term - lost
         new = total + corrected
         total, lost = new, (new - total) - corrected

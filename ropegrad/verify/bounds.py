@@ -145,18 +145,20 @@ def _factor(n: Any, steps: Any, compute: Format) -> Any:
 
 
 def _sum_error(case: Case, name: str, output: Expected) -> Floats:
-    """γ_n·Σ|t| + n·η for n products that are not zero, γ_{n+1} beside zeros: rope's outputs, and the biases'
-    sums of rotated gradients.
+    """γ_n·Σ|t| + n·η for n products that are not zero: rope's outputs, and the biases' sums of rotated
+    gradients.
 
     Plain sums add a zero exactly. Kahan's, whose correction may itself be rounded, adds that to the next
-    zero: its sum of two products and zeros needs γ_3.
+    zero, or to the result in the end: for sums over heads and tokens that is γ_{n+1} beside zeros, and γ_3
+    for two products.
     """
     assert output.magnitude is not None
     compute, spec = _compute(case), rope_geometry(case)
     bias = name.endswith("_bias")  # a term of a bias is itself two products and a sum
     products = _products(case, output, output.depth * (1 + bias))
-    corrected = (products + spec.accumulate > 1) & (products < output.depth * (1 + bias))
-    steps = np.minimum(products + corrected, output.depth) + bias + spec.accumulate
+    added = np.minimum(products, output.depth) + spec.accumulate
+    corrected = (added > 1) & ((products < output.depth) | (added == 2))
+    steps = added + bias + (corrected if name not in ("grad_q", "grad_k") else 0)
     underflows = products * (2 if _precise(compute) else 1)
     error: Floats = output.magnitude * _factor(output.depth, steps, compute)
     error += underflows * compute.eta * (1 + gamma(steps, compute.u))

@@ -277,14 +277,20 @@ def _within(rule: Standard, name: str, got: NumpyArray, dtype: str) -> bool:
     return bool((error <= allowed + rule.bound[name]).all())
 
 
+def _repeats(case: Case) -> bool:
+    arrays = (array for array in case.inputs.values() if array is not None)
+    return any(step == 0 and size > 1 for x in arrays for step, size in zip(x.strides, x.shape, strict=True))
+
+
 def gate_fault(rule: Standard, name: str, got: NumpyArray) -> tuple[Fault | None, float]:
     """The precision gate on independent draws of zero mean, and the effective bits (NaN: nothing to say).
 
     Worst-case bounds grow with n, and rounding errors with √n: this tells TF32 from float32 in long sums.
-    Where a NaN or Inf of a table enters a sum there is nothing to say.
+    Where a NaN or Inf of a table enters a sum there is nothing to say, nor where a stride of 0 repeats an
+    element: rounding errors of equal terms grow with n, too.
     """
     exact, spec = rule.exact[name], rule.case.spec
-    if exact.touched is not None:
+    if exact.touched is not None or _repeats(rule.case):
         return None, math.nan
     bits = effective_bits(got, exact)
     if exact.depth < 256 or got.size < 4096 or math.isnan(bits):

@@ -293,6 +293,16 @@ def test_no_false_alarm(function, contract, domain, words, request):
     assert found.status == 0, (found.failure.recipe, found.failure.faults)
 
 
+def test_repeated_elements_are_no_independent_draws():
+    """Sums of 256 equal products err by more than a random walk does; every second draw here has some."""
+    contract = Contract(op="qkv")
+    sizes = {"batch": 4, "heads": 3, "kv_heads": 3, "seq": 64, "head_dim": 8, "rotary_dim": 8}
+    spec = contract.spec(**sizes, hidden_size=200)
+    for seed in range(6):
+        trial = attempt(Here(qkv_backward, contract), Recipe(spec, seed, memory="expanded"))
+        assert not trial.faults
+
+
 def test_a_nan_in_a_table_is_no_loss_of_precision():
     """Sums of 288 products and 4,096 results: enough for the precision gate, which is for finite numbers."""
     contract = Contract(op="qkv")
