@@ -177,6 +177,8 @@ _ROPE = [
     _rope("small normal gradients of one head", **_ONE, values="small"),
     *[_rope(f"few products, {n + m} heads", values=few, batch=1, heads=n, kv_heads=m, head_dim=32)
       for n, m in ((12, 4), (32, 8), (64, 8)) for few in ("sparse", "lone")],
+    *[_rope(f"{n} heads, {m} of k, wide", batch=b, heads=n, kv_heads=m, seq=t, head_dim=d)
+      for n, m, b, t, d in ((8, 8, 1, 3, 64), (8, 1, 2, 3, 64), (4, 1, 1, 1, 128), (2, 2, 4, 2, 64))],
     _rope("mixed memory, unlike for q and k", memory="mixed", values="coded", tables="llama3"),
     _rope("mixed memory, wide heads", memory="mixed", head_dim=64, seq=17),
     _rope("sums of 256 products: the precision gate", batch=1, heads=224, kv_heads=32, seq=64, head_dim=64),
