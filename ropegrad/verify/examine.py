@@ -112,12 +112,6 @@ def examine(
         if not _enough(seen.trials):
             progress(recipe.name or str(recipe))
             seen.trials.append(attempt(runner, recipe))
-    if not _enough(seen.trials):
-        for recipe in beyond:
-            progress(f"outside the domain: {recipe.name or recipe}")
-            seen.outside.append(attempt(runner, recipe, stop=True))
-            if _enough(seen.outside):
-                break
     if not _enough(seen.trials) and not any(trial.faults for trial in seen.trials):
         for recipe in properties:
             progress(recipe.name)
@@ -128,6 +122,12 @@ def examine(
         for shape, recipe in tables.items():
             progress(recipe.name)
             seen.tables[shape] = attempt(runner, recipe, stop=True)
+    if not _enough(seen.trials):  # last: there compiled code may write anywhere in its process
+        for recipe in beyond:
+            progress(f"outside the domain: {recipe.name or recipe}")
+            seen.outside.append(attempt(runner, recipe, stop=True))
+            if _enough(seen.outside):
+                break
     everything = (*seen.trials, *seen.outside, *seen.tables.values())
     seen.problems, seen.all_calls = len(seen.trials), sum(trial.calls for trial in everything)
     seen.declined = sum(trial.status == "declined" for trial in seen.trials)
