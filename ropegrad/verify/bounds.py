@@ -145,20 +145,17 @@ def _factor(n: Any, steps: Any, compute: Format) -> Any:
 
 
 def _sum_error(case: Case, name: str, output: Expected) -> Floats:
-    """γ_n·Σ|t| + n·η for n products that are not zero: rope's outputs, and the biases' sums of rotated
-    gradients.
+    """γ_n·Σ|t| + n·η for n products: rope's outputs, and the biases' sums of rotated gradients.
 
-    Plain sums add a zero exactly. Kahan's, whose correction may itself be rounded, adds that to the next
-    zero, or to the result in the end: for sums over heads and tokens that is γ_{n+1} beside zeros, and γ_3
-    for two products.
+    In sums over heads and tokens n counts those that are not zero, and one more beside zeros: plain sums add
+    a zero exactly, Kahan's may add a rounded correction to it.
     """
     assert output.magnitude is not None
     compute, spec = _compute(case), rope_geometry(case)
     bias = name.endswith("_bias")  # a term of a bias is itself two products and a sum
-    products = _products(case, output, output.depth * (1 + bias))
+    products = _products(case, name, output, output.depth * (1 + bias))
     added = np.minimum(products, output.depth) + spec.accumulate
-    corrected = (added > 1) & ((products < output.depth) | (added == 2))
-    steps = added + bias + (corrected if name not in ("grad_q", "grad_k") else 0)
+    steps = added + bias + ((added > 1) & (products < output.depth))
     underflows = products * (2 if _precise(compute) else 1)
     error: Floats = output.magnitude * _factor(output.depth, steps, compute)
     error += underflows * compute.eta * (1 + gamma(steps, compute.u))
@@ -168,10 +165,11 @@ def _sum_error(case: Case, name: str, output: Expected) -> Floats:
     return error
 
 
-def _products(case: Case, output: Expected, most: int) -> Any:
-    """How many are not zero: one with a factor 0 is exact, and so is adding it. Without zeros `most`."""
-    inputs = (array for array in case.inputs.values() if array is not None)
-    if all(array.all() for array in inputs):
+def _products(case: Case, name: str, output: Expected, most: int) -> Any:
+    """How many are not zero in sums over heads and tokens; `most` without zeros, and of grad_q and grad_k."""
+    unread = () if name.endswith("_bias") else ("cos", "sin")
+    read = (x for key, x in case.inputs.items() if x is not None and key not in unread)
+    if name in ("grad_q", "grad_k") or all(x.all() for x in read):
         return most
     assert output.bilinear is not None
     return np.minimum(output.bilinear(nonzero, nonzero), most)

@@ -58,11 +58,6 @@ def kahan(terms):
     return total
 
 
-def kahan_corrected(terms):
-    """The last correction, too, which may be off by a roundoff."""
-    return kahan([*terms, np.zeros_like(terms[0])])
-
-
 def fused(gq, gk, q, k, cos, sin):
     """One rounding for each multiplication and addition together."""
 
@@ -196,7 +191,6 @@ right(name("in_reverse_order", backward(lambda terms: sum(terms[::-1], 0 * terms
 right(name("pairwise", backward(pairwise)))
 right(name("blocked", backward(blocked)))
 right(name("kahan", backward(kahan)))
-right(name("kahan_corrected", backward(kahan_corrected)))
 right(name("fsum_like", backward(lambda t: np.sum(np.stack(t).astype("f8"), 0).astype("f4"))))
 right(fused)
 right(name("another_order_every_time", backward(in_another_order)), "bits differ between equal calls")
