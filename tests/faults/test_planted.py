@@ -15,7 +15,7 @@ from right_kernels import RIGHT
 
 import ropegrad as rg
 from ropegrad.verify.assertion import sentences
-from ropegrad.verify.battery import battery
+from ropegrad.verify.battery import battery, beyond, property_recipes, table_shapes
 from ropegrad.verify.domain import Domain
 from ropegrad.verify.examine import VALUES, Examination, _shadows, broken_rules, examine
 from ropegrad.verify.fuzz import search
@@ -291,6 +291,18 @@ def test_no_false_alarm(function, contract, domain, words, request):
         Here(function, contract), domain, examples=10_000 if long else 20, start=None if long else 0
     )
     assert found.status == 0, (found.failure.recipe, found.failure.faults)
+
+
+def test_problems_outside_the_domain_come_last():
+    """Compiled code may write anywhere there, and all problems of a target share a process."""
+    contract, domain, said = Contract(), Domain(), []
+    examine(
+        Here(rope_backward, contract), battery(contract, domain)[:2], domain, said.append,
+        beyond(contract, domain), property_recipes(contract, domain), table_shapes(contract, domain),
+    )  # fmt: skip
+    outside = [what.startswith("outside the domain") for what in said]
+    assert 0 < sum(outside) < len(said)
+    assert outside == sorted(outside)
 
 
 def test_repeated_elements_are_no_independent_draws():
